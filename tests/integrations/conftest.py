@@ -8,8 +8,33 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import mesa_tune as mt
+from mesa_tune import autotune, retune
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
 from tests.conftest import forget_accelerators
+
+CAMPAIGN = pytest.mark.slow("training")
+"""Of trainings that profile and search before they begin, one of each framework is fast."""
+
+FOUR_BITS = mt.Policy.uniform(level=16)
+EXACT = mt.Policy.parse("# mesa-tune policy 1\n")
+PREDICTED = """# mesa-tune policy 1
+# predicted: peak 5.71 GB, saved 812 kB, gradient error 3.1e-04, noise ratio 2.0e-02, step 1.06x
+"""
+LOGGED = {
+    "mesa/peak_bytes": 5.71e9,
+    "mesa/saved_bytes": 812e3,
+    "mesa/gradient_error": 3.1e-4,
+    "mesa/noise_ratio": 0.02,
+}
+"""What logs get of `PREDICTED`."""
+
+
+@pytest.fixture(autouse=True)
+def _two_settings_of_each_layer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [mt.LayerSettings(level=level) for level in (16, 4)]
+    monkeypatch.setattr(autotune, "fast_grid", lambda: settings)
+    monkeypatch.setattr(retune, "OPTIONS", settings)
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,7 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-class Block(nn.Module):
+class KernelBlock(nn.Module):
     """A block of a language model whose attention is of flash-attn 2, and the rest of Liger."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Block(nn.Module):
         return flash_attn_func(q, k, v)
 
 
-class BlockOf3(Block):
+class KernelBlockOf3(KernelBlock):
     """The same with flash-attn 3."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.fused = fused
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), BlockOf3()])
+        self.blocks = nn.ModuleList([KernelBlock(), KernelBlockOf3()])
         self.norm, self.head = LigerRMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from tests.builders import workload
 from tests.integrations.kernel_libraries import HEADS, VOCABULARY, WIDTH, Transformer
 
 BATCH, LENGTH = 8, 32
@@ -51,8 +52,7 @@ def step(policy: mt.Policy | None, scale: float) -> tuple[Tensor, dict[str, Tens
     return loss.detach(), {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-@pytest.mark.parametrize("scale", [1, 0.5])
-@pytest.mark.parametrize("level", [None, 16, 4])
+@pytest.mark.parametrize(("level", "scale"), [(None, 1), (None, 0.5), (16, 0.5), (4, 1)])
 def test_kernels_stay_exact_beside_compressed_layers(level: int | None, scale: float) -> None:
     loss, plain = step(None, scale)
     policy = mt.Policy() if level is None else mt.Policy.uniform(level=level)
@@ -67,8 +67,7 @@ def test_kernels_stay_exact_beside_compressed_layers(level: int | None, scale: f
 
 
 def test_a_profile_names_kernels_with_their_bytes() -> None:
-    workload = mt.Workload(Transformer, tokens, loss_of, batch_size=BATCH, device="cpu")
-    profile = mt.profile(workload, options=[])
+    profile = mt.profile(workload(Transformer, tokens, loss_of, batch_size=BATCH), options=[])
     found = {layer.name: layer.own_bytes for layer in profile.layers if layer.index < 0}
     assert found == KERNELS | FUSED_LOSS
     assert {entry.layer for entry in profile.exact} == set(found)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,9 +25,11 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "mesa-run")
 
 
-def test_writing_makes_the_folder(run: Run) -> None:
+def test_writing_makes_the_folder_and_notes_in_json(run: Run) -> None:
     assert run.write(run.policy, "on fc:\n", INPUTS).read_text() == "on fc:\n"
     assert sorted(path.name for path in run.folder.iterdir()) == [".written.json", "policy.txt"]
+    notes = json.loads((run.folder / ".written.json").read_text())
+    assert notes["policy.txt"]["inputs"] == INPUTS
 
 
 def test_paths_are_the_documented_ones(run: Run) -> None:
@@ -35,17 +38,11 @@ def test_paths_are_the_documented_ones(run: Run) -> None:
     assert " ".join(path.name for path in paths) == names
 
 
-def test_the_same_inputs_remake_their_file(run: Run) -> None:
-    run.write(run.policy, "first", INPUTS)
-    run.write(run.policy, "second", INPUTS)
-    assert run.policy.read_text() == "second"
-
-
-def test_files_in_folders_are_ours_too(run: Run) -> None:
-    figure = run.figures / "pareto.png"
-    run.write(figure, b"\x89PNG", INPUTS)
-    run.write(figure, b"\x89PNG2", INPUTS)
-    assert figure.read_bytes() == b"\x89PNG2"
+def test_the_same_inputs_remake_their_file_in_folders_too(run: Run) -> None:
+    for path in (run.policy, run.figures / "pareto.png"):
+        run.write(path, b"\x89first", INPUTS)
+        run.write(path, b"\x89second", INPUTS)
+        assert path.read_bytes() == b"\x89second"
 
 
 def edited(run: Run) -> None:
@@ -152,21 +149,13 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_old_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write(run.policy, "old", INPUTS)
 
-    def full(number: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", Mock(side_effect=full))
         with pytest.raises(RunError, match="No space left"):
             run.write(run.policy, "new", INPUTS)
     assert run.policy.read_text() == "old"
     assert sorted(path.name for path in run.folder.iterdir()) == [".written.json", "policy.txt"]
-
-
-def test_the_notes_are_plain_json(run: Run) -> None:
-    run.write(run.policy, "x", INPUTS)
-    notes = json.loads((run.folder / ".written.json").read_text())
-    assert notes["policy.txt"]["inputs"] == INPUTS
 
 
 def test_digest_depends_on_values_alone() -> None:
@@ -180,7 +169,7 @@ def note_many(folder: Path, first: str, count: int) -> None:
         run.write(folder / f"{first}{number}.txt", first, INPUTS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_two_processes_lose_no_note(run: Run) -> None:
     # Spawned: other tests have started threads, whose locks a forked child would inherit.
     context = multiprocessing.get_context("spawn")

@@ -12,6 +12,7 @@ import torch
 
 from mesa_tune.runs.folder import Run
 from mesa_tune.runs.provenance import Made, running
+from tests.builders import known
 
 
 def test_names_the_command_the_date_and_the_versions() -> None:
@@ -52,9 +53,7 @@ def test_a_copied_file_has_the_provenance_of_its_source(tmp_path: Path) -> None:
         first.write(first.profile, "{}", "inputs")
     with running(["search"]):
         second.adopt(second.profile, first.profile)
-    made = second.made(second.profile)
-    assert made is not None
-    assert made.command == "mesa-tune profile model.py"
+    assert known(second.made(second.profile)).command == "mesa-tune profile model.py"
 
 
 @pytest.mark.parametrize("values", [None, "text", {"command": 1}, {"command": "", "date": ""}])

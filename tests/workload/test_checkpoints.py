@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from mesa_tune.profiler.saved_limit import LimitMeter
 from mesa_tune.workload.checkpoints import with_checkpoints
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
+from tests.builders import gpt2
 
 
 def resnet() -> nn.Module:
@@ -75,8 +69,8 @@ def square(model: nn.Module) -> Tensor:
     return loss
 
 
-CASES = {
-    "GPT-2": (gpt2, tokens, 0.6),
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], float]] = {
+    "GPT-2": (lambda: gpt2(32, 3, vocab_size=97), tokens, 0.6),
     "ResNet": (resnet, images, 0.9),
     "nested lists": (Nested, square, 0.5),
     "children": (Two, square, 1.0),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from mesa_tune.errors import WorkloadError
+from mesa_tune.errors import BudgetError, RunError, WorkloadError
+from mesa_tune.workload.instance import rank_zero
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import MOST_BATCHES, GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
@@ -26,13 +26,6 @@ from mesa_tune.workload.instance.optimizers import remade
 
 hf: Any = transformers
 ROOT = Path(__file__).parents[2]
-Pair = namedtuple("Pair", "x y")
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    scale: float = 2.0
 
 
 def numbered(count: int, samples: int = 4) -> list[dict[str, Tensor]]:
@@ -42,30 +35,6 @@ def numbered(count: int, samples: int = 4) -> list[dict[str, Tensor]]:
 
 def numbers_of(batches: GivenBatches, count: int) -> list[int]:
     return [int(batches.numbered(number, 4)["x"][0, 0]) for number in range(count)]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda x: x,
-        lambda x: [x, 3],
-        lambda x: (x, torch.zeros(3)),
-        lambda x: {"x": x, "n": "text"},
-        lambda x: Pair(x, None),
-        lambda x: hf.BatchEncoding({"x": x}),
-        Sample,
-    ],
-    ids=["tensor", "list", "tuple", "dict", "namedtuple", "BatchEncoding", "dataclass"],
-)
-def test_one_batch_has_its_samples_in_any_container(made: Callable[[Tensor], Any]) -> None:
-    x = torch.arange(12.0).view(6, 2)
-    batches = GivenBatches(made(x))
-    assert batches.size == 6
-    assert str(batches.numbered(0, 2)) == str(made(x[:2]))
-    assert str(batches.numbered(0, 8)) == str(made(torch.cat([x, x[:2]])))
-    drawn = batches.numbered(3, 6)
-    assert type(drawn) is type(made(x))
-    assert "one batch of 6 samples was given" in batches.notes[0]
 
 
 def test_further_batches_of_one_have_its_samples_with_replacement() -> None:
@@ -131,6 +100,49 @@ def test_a_dataset_that_raises_is_named() -> None:
         instance_workload(nn.Linear(2, 2), DataLoader(Broken(), batch_size=2), loss)
 
 
+@pytest.fixture(name="as_rank")
+def _as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`as_rank(n)`: this process is from now on rank `n` of two; what rank 0 broadcasts, rank 1 receives."""
+    sent: list[Any] = []
+
+    def broadcast(box: list[Any], **options: Any) -> None:
+        (sent if distributed.get_rank() == 0 else box)[:] = box if distributed.get_rank() == 0 else sent
+
+    monkeypatch.setattr(rank_zero, "processes", lambda: 2)
+    monkeypatch.setattr(distributed, "new_group", lambda **options: None)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(distributed, "broadcast_object_list", broadcast)
+    return lambda rank: monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+
+
+def test_ranks_have_one_text_or_one_error(as_rank: Callable[[int], None]) -> None:
+    refuse, fail = Mock(side_effect=BudgetError("too small")), Mock(side_effect=KeyError)
+    as_rank(0)
+    assert rank_zero.is_rank_zero()
+    assert rank_zero.text_of_rank_zero(lambda: "policy") == "policy"
+    as_rank(1)
+    assert not rank_zero.is_rank_zero()
+    assert rank_zero.text_of_rank_zero(fail) == "policy"
+    for make, error, message in (
+        (refuse, BudgetError, "^rank 0: too small"),
+        (fail, RunError, "rank 0 failed: its own message says why"),
+    ):
+        as_rank(0)
+        with pytest.raises((BudgetError, KeyError)):
+            rank_zero.text_of_rank_zero(make)
+        as_rank(1)
+        with pytest.raises(error, match=message):
+            rank_zero.text_of_rank_zero(fail)
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_models_whose_steps_communicate_are_refused() -> None:
+    rank_zero.require_alone(nn.Linear(2, 2))
+    synchronized = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(RunError, match=r"^1 is SyncBatchNorm: its step needs the processes of all ranks"):
+        rank_zero.require_alone(synchronized)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "AdamW": lambda groups: torch.optim.AdamW(groups, amsgrad=True, foreach=False),
@@ -175,22 +187,13 @@ class Changed(Net):
         return super().forward(x) * 2
 
 
-def tied() -> Net:
-    net = Net()
-    net.second.weight = net.first.weight
-    return net
+def changed(change: Callable[[Net], object]) -> Callable[[], Net]:
+    def make() -> Net:
+        net = Net()
+        change(net)
+        return net
 
-
-def frozen() -> Net:
-    net = Net()
-    net.first.requires_grad_(False)
-    return net
-
-
-def evaluated() -> Net:
-    net = Net()
-    net.drop.eval()
-    return net
+    return make
 
 
 def squared(x: Tensor) -> Tensor:
@@ -224,9 +227,9 @@ PARTS: dict[str, Callable[[], Any]] = {
     "class": Changed,
     "attribute": partial(Net, scale=2.0),
     "dropout": partial(Net, dropout=0.2),
-    "ties": tied,
-    "frozen": frozen,
-    "mode": evaluated,
+    "ties": changed(lambda net: setattr(net.second, "weight", net.first.weight)),
+    "frozen": changed(lambda net: net.first.requires_grad_(False)),
+    "mode": changed(lambda net: net.drop.eval()),
     "shape": lambda: torch.zeros(2, 4),
     "batch size": lambda: torch.zeros(3, 4),
     "dtype": lambda: torch.zeros(2, 4, dtype=torch.float64),
@@ -258,6 +261,7 @@ def test_the_code_of_a_called_function_counts(monkeypatch: pytest.MonkeyPatch) -
     assert fingerprint(loss) != before
 
 
+@pytest.mark.slow("processes")
 def test_fingerprints_are_equal_in_another_process() -> None:
     code = "from tests.workload.test_instance import *; print(fingerprint(*map(made, PARTS)))"
     command = [sys.executable, "-c", code]

@@ -22,10 +22,11 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step
 from mesa_tune.workload.user_code import mixed_seed, seeded
+from tests.builders import known, no_trace
 
 WIDTH, BATCH = 64, 96
 PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
-OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
 
 class Net(nn.Module):
@@ -127,15 +128,15 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
 EACH = pytest.mark.parametrize("name", STEPS)
 
 
-def workload(name: str, **options: Any) -> mt.Workload:
+def of_step(name: str) -> mt.Workload:
     model, step = STEPS[name]
-    return mt.Workload(model, batch, step=step, batch_size=BATCH, **options)
+    return mt.Workload(model, batch, step=step, batch_size=BATCH)
 
 
 @cache
 def profiled(name: str) -> mt.Profile:
-    """Return the profile of `workload(name)`, which several tests look at."""
-    return mt.profile(workload(name), options=OPTIONS, seeds=4)
+    """The profile of `of_step(name)`, which several tests look at."""
+    return mt.profile(of_step(name), options=OPTIONS, seeds=2)
 
 
 def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
@@ -154,7 +155,7 @@ def mixed(profile: mt.Profile) -> mt.Policy:
 
 @EACH
 def test_bytes_are_predicted(name: str) -> None:
-    work, profile = workload(name), profiled(name)
+    work, profile = of_step(name), profiled(name)
     for policy in (PLAIN, FOUR_BITS, mixed(profile)):
         found, predicted = measured(work, policy), profile.predict(policy)
         assert predicted.saved_bytes == found.saved_bytes
@@ -172,7 +173,7 @@ def test_bytes_are_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", ["simple", "zeros"])
 def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> None:
     default = mt.Workload(Net, batch, loss, batch_size=BATCH, set_to_none=name != "zeros")
-    ours, theirs = profiled(name), mt.profile(default, options=OPTIONS, seeds=4)
+    ours, theirs = profiled(name), mt.profile(default, options=OPTIONS, seeds=2)
     for field in ("static_bytes", "saved_bytes", "peak_bytes", "ties", "exact", "error_floor"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert [replace(tensor, id=0) for tensor in ours.tensors] == [
@@ -189,11 +190,9 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
 
 @EACH
 def test_errors_are_predicted(name: str) -> None:
-    work, policy = workload(name), mt.Policy.uniform(level=4)
-    predicted = profiled(name).predict(policy)
+    work, policy = of_step(name), mt.Policy.uniform(level=4)
     errors = JointError(work).errors(policy, [(draw, 9) for draw in range(4)])
-    assert predicted.gradient_error is not None
-    assert 0.5 < statistics.fmean(errors) / predicted.gradient_error < 2
+    assert 0.5 < statistics.fmean(errors) / known(profiled(name).predict(policy).gradient_error) < 2
 
 
 def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
@@ -202,7 +201,7 @@ def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
     )
     assert torch.equal(simple_gradient, clipped)
     torch.testing.assert_close(four, simple_gradient)
-    work, net = workload("GAN"), workload("GAN").build()
+    work, net = of_step("GAN"), of_step("GAN").build()
     x, total = work.make_batch(), [torch.zeros_like(parameter) for parameter in net.parameters()]
     with seeded(mixed_seed(work.seed, -1), "cpu"):
         gan(net, x, _Summing(net, total))
@@ -223,37 +222,36 @@ class _Summing(torch.optim.SGD):
 
 
 def gradient(name: str) -> Tensor:
-    found = JointError(workload(name))._exact_at(0)[1]
+    found = JointError(of_step(name))._exact_at(0)[1]
     return torch.cat([part.flatten() for part in found if part is not None])
 
 
-@EACH
+@pytest.mark.parametrize("name", ["GAN", "clipped, averaged"])
 def test_measuring_errors_changes_nothing(name: str) -> None:
-    joint = JointError(workload(name))
-    before = copy.deepcopy(joint.model.state_dict())
-    assert joint.errors(FOUR_BITS, [(0, 0)]) == joint.errors(FOUR_BITS, [(0, 0)])
-    assert joint.noise(most=2).relative > 0
-    assert all(torch.equal(value, before[key]) for key, value in joint.model.state_dict().items())
+    joint = JointError(of_step(name))
     assert all(parameter.grad is None for parameter in joint.model.parameters())
+    with no_trace(joint.model):
+        assert joint.errors(FOUR_BITS, [(0, 0)]) == joint.errors(FOUR_BITS, [(0, 0)])
+        assert joint.noise(most=2).relative > 0
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name", ["four micro-batches", pytest.param("GAN", marks=pytest.mark.slow("training"))]
+)
 def test_a_policy_is_found_and_verified(name: str) -> None:
-    work, profile = workload(name), profiled(name)
+    work, profile = of_step(name), profiled(name)
     plan = mt.search_policy(
         profile, profile.peak_bytes, max_saved=profile.saved_bytes // 2, workload=work, trials=3
     )
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=2)
     assert check.policy.saved_bytes == plan.predicted.saved_bytes <= profile.saved_bytes // 2
     assert check.baseline.saved_bytes == profile.saved_bytes
-    assert check.gradient_error is not None
-    assert plan.predicted.gradient_error is not None
-    assert 0.2 < check.gradient_error / plan.predicted.gradient_error < 5
+    assert 0.2 < known(check.gradient_error) / known(plan.predicted.gradient_error) < 5
 
 
 def test_bytes_without_memory_are_those_of_the_step() -> None:
     for name in ("four micro-batches", "GAN"):
-        real, fake = profiled(name), mt.estimate(workload(name), FOUR_BITS)
+        real, fake = profiled(name), mt.estimate(of_step(name), FOUR_BITS)
         assert fake.saved_bytes == real.predict(FOUR_BITS).saved_bytes
         assert fake.peak_bytes == pytest.approx(real.predict(FOUR_BITS).peak_bytes, rel=0.001)
 
