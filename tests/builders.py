@@ -124,7 +124,8 @@ class _Encodings(TorchDispatchMode):
 
 def encodings(run: Callable[..., Any], *args: Any) -> list[int]:
     """Elements of each tensor that a call encodes, in order."""
-    with _Encodings() as seen:
+    seen = _Encodings()
+    with seen:
         run(*args)
     return seen.sizes
 

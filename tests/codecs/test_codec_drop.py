@@ -102,7 +102,7 @@ def by_conv2d(x: Tensor, g: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., Tensor]]] = {
     "linear": (lambda: nn.Linear(48, 32), (8, 20, 48), by_linear),
-    "conv1d": (lambda: Conv1D(32, 48), (8, 20, 48), by_conv1d),
+    "conv1d": (lambda: Conv1D(32, 48), (8, 20, 48), by_conv1d),  # type: ignore[no-untyped-call]
     "conv2d": (lambda: nn.Conv2d(6, 8, 3, stride=2, padding=1), (4, 6, 17, 17), by_conv2d),
 }
 

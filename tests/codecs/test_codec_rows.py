@@ -158,7 +158,7 @@ def _chances(weights: Tensor, count: int) -> Tensor:
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(24, 16), (4, 20, 24)),
-    "conv1d": (lambda: Conv1D(16, 24), (4, 20, 24)),
+    "conv1d": (lambda: Conv1D(16, 24), (4, 20, 24)),  # type: ignore[no-untyped-call]
     "conv2d": (lambda: nn.Conv2d(8, 6, 3, stride=2, padding=1), (4, 8, 9, 9)),
     "conv2d-unbatched": (lambda: nn.Conv2d(8, 6, 3), (8, 9, 9)),
     "transposed": (lambda: nn.ConvTranspose1d(8, 6, 3), (4, 8, 15)),

@@ -38,7 +38,8 @@ def test_names_have_no_prefixes_of_wrappers() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_refused_layers_of_a_model_of_transformers_save_and_compute_as_plain(attention: str) -> None:
-    plain: Any = gpt2(32, attn_implementation=attention).eval()  # no dropout
+    plain: Any = gpt2(32, attn_implementation=attention)
+    plain.eval()  # no dropout
     model, batch = copy.deepcopy(plain), words(4, 32)
     refused = {"", "lm_head", "transformer.ln_f"}  # the root computes the loss
     convert(model, filter_fn=lambda _, name: name not in refused)

@@ -339,7 +339,7 @@ def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
 
     expected = gradients(plain)
     for each in (plain[1], plain[2]):
-        each.checkpointed.reentrant = reentrant  # type: ignore[union-attr, assignment]
+        each.checkpointed.reentrant = reentrant  # type: ignore[union-attr]
     network = converted(plain, names, exact=exact)
     packs = not exact and names == "1 2"  # around: inputs are the checkpoint's own
     for _ in range(3):

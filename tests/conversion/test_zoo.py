@@ -47,15 +47,23 @@ def test_names_are_the_zoos(bench: Any) -> None:
     assert tuple(bench.zoo.ZOO) == NAMES
 
 
+def zoo(*fast: str) -> pytest.MarkDecorator:
+    """One case for each model; all but those named are a sweep."""
+    sweep = pytest.mark.slow("sweep")
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name in fast else sweep) for name in NAMES]
+    )
+
+
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@zoo("resnet_50", "t5_small")
 def test_forward_is_bitwise_plain_with_dropout_and_revert_is_plain(
     bench: Any, name: str, autocast: str | None
 ) -> None:
     assert bench.exactness.differences(tiny(bench, name, dropout=0.1, autocast=autocast), FOUR_BITS) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@zoo("deit_s", "llama")
 def test_gradient_error_is_small(bench: Any, name: str) -> None:
     policies = {"8": mt.Policy.uniform(level=256), "4": FOUR_BITS}
     found = bench.exactness.errors(tiny(bench, name), policies, seeds=3)
