@@ -211,7 +211,7 @@ def test_loader_refuses_data_without_places() -> None:
     with pytest.raises(ValueError, match="yields indices"):
         actnn.DataLoader(Endless())
     with pytest.raises(ValueError, match="yields indices"):
-        actnn.DataLoader([1], batch_size=None)
+        actnn.DataLoader(TensorDataset(torch.ones(1)), batch_size=None)
 
 
 @pytest.mark.parametrize(

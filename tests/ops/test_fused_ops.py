@@ -20,6 +20,7 @@ from tests.ops.test_ops_kernels import needs_library, same_numbers
 
 SEED = torch.tensor([5])
 RAW = torch.ops.mesa_tune
+Kernels = tuple[Callable[..., Any], Callable[..., Any]]  # the op, and its function in PyTorch
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -111,7 +112,8 @@ def test_decoding_and_multiplying_is_one() -> None:
     for x, sizes, factor in cuda_cases.products():
         parts = cuda_cases.packed(x, sizes)
         expected = factor * RAW.dequantize(*parts, x.shape, torch.float32, *sizes)
-        for given, op in product(with_strides(factor), (fused_ops.DEQUANTIZE_MUL, fused_ops.dequantize_mul)):
+        kernels: Kernels = (fused_ops.DEQUANTIZE_MUL, fused_ops.dequantize_mul)
+        for given, op in product(with_strides(factor), kernels):
             assert same_numbers(op(*parts, given, *sizes[:3]), expected)
 
 
@@ -132,7 +134,8 @@ def test_a_norm_goes_backward_from_what_is_packed(dtype: torch.dtype) -> None:
     for case in cuda_cases.norms(dtype, (500, 250)):
         parts, grad, rstd, weight, *rest, sizes = case
         exact = cuda_cases.exact_norm_backward(case)
-        for op in (fused_ops.NORM_BACKWARD, fused_ops.norm_backward):
+        kernels: Kernels = (fused_ops.NORM_BACKWARD, fused_ops.norm_backward)
+        for op in kernels:
             for found, right in zip(op(*parts, grad, rstd, weight, *rest, *sizes), exact, strict=True):
                 assert found.dtype == dtype
                 assert (found - right).norm() <= rounding * right.norm()
@@ -187,7 +190,7 @@ def test_a_cross_entropy_goes_backward_from_what_is_packed() -> None:
         p = RAW.dequantize(*parts, (*target.shape, classes), torch.float32, *sizes, 0).double()
         right = torch.where(at[..., :classes], surplus[..., None].double(), p)
         right = right * (own * grad / (own.sum() if mean and own.any() else 1)).unsqueeze(-1)
-        kernels = (fused_ops.CROSS_ENTROPY_BACKWARD, fused_ops.cross_entropy_backward)
+        kernels: Kernels = (fused_ops.CROSS_ENTROPY_BACKWARD, fused_ops.cross_entropy_backward)
         for given, op in product((grad, grad.expand(target.shape)), kernels):
             found = op(*case._replace(grad=given).arguments())
             assert found.shape == right.shape
