@@ -161,15 +161,17 @@ def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
         assert torch.equal(found, right)
 
 
-CAST = ("linear", "addmm", "conv2d", "conv_transpose1d", "batch_norm", "layer_norm", "gelu", "mul", "einsum")
-CAST += (
-    "softmax",
-    "matmul",
-    "baddbmm",
-    "attention_float_mask",
-    "cross_entropy",
-    "mse_loss",
-    "cosine_similarity",
+CAST = (
+    *("linear", "addmm", "conv2d", "conv_transpose1d", "batch_norm", "layer_norm", "gelu", "mul", "einsum"),
+    *(
+        "softmax",
+        "matmul",
+        "baddbmm",
+        "attention_float_mask",
+        "cross_entropy",
+        "mse_loss",
+        "cosine_similarity",
+    ),
 )
 """Functions whose inputs or outputs autocast casts, each in another way."""
 

@@ -17,9 +17,9 @@ def _plain_and_ours(
 ) -> tuple[Tensor, list[Any], Tensor, list[Any]]:
     """Output and arguments of our function and of PyTorch's; gradients of the leaves `wanted`, or of all."""
     ours, plain = fresh(case, dtype), fresh(case, dtype)
-    for given in (ours, plain) if wanted is not None else ():
+    for given in (ours, plain):
         for place, each in enumerate(leaves(given)):
-            if place not in wanted:
+            if wanted is not None and place not in wanted:
                 each.requires_grad_(False)
     torch.manual_seed(3)
     y = served(case.function, spec, *ours, **case.kwargs)

@@ -65,8 +65,9 @@ def test_attentions_output_may_change_in_place() -> None:
 
 
 def test_attention_to_no_keys() -> None:
-    args = [torch.randn(4, 2, tokens, 8, requires_grad=True) for tokens in (5, 0, 0)]
-    y, expected = served(F.scaled_dot_product_attention, EIGHT, *args), F.scaled_dot_product_attention(*args)
+    q, k, v = args = [torch.randn(4, 2, tokens, 8, requires_grad=True) for tokens in (5, 0, 0)]
+    y = served(F.scaled_dot_product_attention, EIGHT, q, k, v)
+    expected = F.scaled_dot_product_attention(q, k, v)
     assert y.shape == expected.shape
     for a, b in zip(gradients(y, args), gradients(expected, args), strict=True):
         assert torch.equal(a, b)

@@ -96,15 +96,17 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 AUTOCAST = (
-    "linear-48",
-    "conv-same",
-    "conv-transposed",
-    "layer-norm",
-    "rms-norm",
-    "batch-norm",
-    "softmax-dim",
+    *(
+        "linear-48",
+        "conv-same",
+        "conv-transposed",
+        "layer-norm",
+        "rms-norm",
+        "batch-norm",
+        "softmax-dim",
+    ),
+    *("batch-norm-channels-last", "group-norm", "loss", "loss-smoothed", "product", "conv-grouped"),
 )
-AUTOCAST += ("batch-norm-channels-last", "group-norm", "loss", "loss-smoothed", "product", "conv-grouped")
 
 
 def gradients(
