@@ -296,8 +296,8 @@ def test_a_budget_is_measured_in_the_steps_of_the_training(
 ) -> None:
     given = Mock()
     monkeypatch.setattr(compression, "auto", given)
-    options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2}
-    run = trained(tmp_path, MesaTuneCallback(budget="6GB"), max_steps=1, **options)
+    steps: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 1}
+    run = trained(tmp_path, MesaTuneCallback(budget="6GB"), **steps)
     assert given.call_args.args[0] is run.model
     options = given.call_args.kwargs
     assert (options["budget"], options["autocast"], options["accumulation"]) == ("6GB", "bfloat16", 2)
@@ -312,6 +312,19 @@ def test_a_budget_that_plain_fits_trains_bitwise_as_plain(tmp_path: Path) -> Non
     assert str(entry["mesa/policy"]) == "nothing is compressed"
 
 
+def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retune = Mock()
+    retune.return_value.configure_mock(plan=None, **{"step.return_value": True})
+    monkeypatch.setattr(compression, "Retune", retune)
+    run = trained(tmp_path, MesaTuneCallback(budget="70%", retune=2), max_steps=2)
+    batches = [call.args[0] for call in retune.return_value.step.call_args_list]
+    assert [batch.keys() >= {"input_ids", "labels"} for batch in batches] == [
+        True
+    ] * 3  # one before the first
+    assert len([entry for entry in run.state.log_history if "mesa/policy" in entry]) == 3
+
+
+@CAMPAIGN
 def test_retune_measures_at_the_start_and_at_intervals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mesa_tune import cli
 from tests.damage import (
     MODEL,
     PROFILE,
@@ -266,7 +267,7 @@ def test_as_a_program(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["mesa-tune", "profile", "raises.py"])
     before = snapshot(home.path)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("mesa_tune", run_name="__main__")
+        runpy.run_path(cli.__file__.replace("cli.py", "__main__.py"), run_name="__main__")
     assert isinstance(ended.value.code, int)
     said = Said(ended.value.code, *home.capture.readouterr())
     assert_message(said, ("raises.py:6: the model file raised",))
