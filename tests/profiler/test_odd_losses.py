@@ -31,6 +31,7 @@ from tests.step_memory import (
     measured,
     mlp,
     squares,
+    swept,
     tokens,
 )
 
@@ -155,7 +156,7 @@ LOSSES: dict[str, Made] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", swept(LOSSES, ("several losses", "contrastive")))
 def test_memory_is_that_of_a_real_step(name: str) -> None:
     work = workload(*LOSSES[name], batch_size=BATCH)
     check_memory(work, mt.profile(work, options=SETTINGS[1:], seeds=1))

@@ -239,6 +239,7 @@ SWEPT = (
     "a dataclass as batch",
     "buffers in place",
     "a ModelOutput",
+    "complex parameters",
 )
 
 

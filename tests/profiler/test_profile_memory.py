@@ -19,15 +19,15 @@ OPTIONS = [LayerSettings(level=4), LayerSettings(level=16)]
 MOST = 1.3
 
 
-def generating(batch_size: int, length: int, width: int) -> mt.Workload:
+def generating(batch_size: int, length: int, width: int, layers: int) -> mt.Workload:
     def build() -> nn.Module:
-        return gpt2(width, n_positions=length)
+        return gpt2(width, layers, n_positions=length)
 
     return workload(build, lambda n: words(n, length), own_loss, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
-    "work", [generating(4, 96, 32), generating(2, 8, 96)], ids=["activations", "weights"]
+    "work", [generating(4, 96, 32, 1), generating(2, 8, 96, 2)], ids=["activations", "weights"]
 )
 def test_a_profile_takes_little_more_memory_than_the_step(work: mt.Workload) -> None:
     with Meter() as meter:

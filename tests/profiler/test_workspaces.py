@@ -406,7 +406,7 @@ def test_a_budget_limits_the_bytes_with_workspaces(profile: mt.Profile) -> None:
 
 def convolutions(batch_size: int) -> mt.Workload:
     def build() -> nn.Module:
-        blocks = (nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(6))
+        blocks = (nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3))
         return nn.Sequential(*blocks, nn.Conv2d(32, 1, 3))
 
     return mt.Workload(build, _images, _square, batch_size=batch_size)
