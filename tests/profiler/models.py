@@ -171,13 +171,14 @@ def image_batch(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 16, 16), torch.randint(0, 10, (n,))
 
 
-MODELS: dict[str, tuple[type[nn.Module], Callable[[int], Any]]] = {
+Made = tuple[Callable[[], nn.Module], Callable[[int], Any]]
+MODELS: dict[str, Made] = {
     "transformer": (Transformer, text_batch),
     "convolutions": (Convolutions, image_batch),
     "reused": (Reused, text_batch),
     "class token": (ClassToken, text_batch),
 }
-CHAINS = {
+CHAINS: dict[str, Made] = {
     **MODELS,
     "llama": (Llama, text_batch),
     "dropped": (Dropped, text_batch),

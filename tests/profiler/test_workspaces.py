@@ -172,12 +172,12 @@ def test_no_call_takes_much_more_than_the_model_says(
         assert real <= 1.1 * modelled + 1e6, function
 
 
-IMAGES, LAST_CHANNELS = (4, 8, 12, 12), {"onednn": True, "layout": "channels_last"}
+IMAGES = (4, 8, 12, 12)
 SMALL: dict[str, tuple[tuple[str, str], tuple[int, int]]] = {
     "oneDNN": (convolution("Conv2d(8, 16, 3)", "float32", IMAGES, onednn=True), (30208, 74240)),
     "stride": (convolution("Conv2d(8, 16, 3, 2)", "float32", IMAGES, onednn=True), (23040, 54272)),
-    "channels last": (convolution("Conv2d(8, 16, 3)", "float32", IMAGES, **LAST_CHANNELS), (34816, 83456)),
-    "padded": (convolution("Conv2d(8, 16, 5, groups=4)", size=IMAGES, **LAST_CHANNELS), (24832, 102400)),
+    "channels last": (convolution("Conv2d(8, 16, 3)", "float32", IMAGES, **LAST), (34816, 83456)),
+    "padded": (convolution("Conv2d(8, 16, 5, groups=4)", size=IMAGES, **LAST), (24832, 102400)),
     "columns": (convolution("Conv2d(8, 16, 3)", size=IMAGES), (115200, 140800)),
     "16 bits": (convolution("Conv2d(8, 16, 3)", "bfloat16", IMAGES), (57600, 70400)),
     "no columns": (convolution("Conv2d(8, 16, 1)", "bfloat16", IMAGES), (0, 25344)),
