@@ -191,7 +191,15 @@ def test_the_policy_says_who_derives(profile: Profile) -> None:
     assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes
 
 
-@pytest.mark.parametrize("name", ["transformer", "llama", "dropped", "reused"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("transformer", marks=pytest.mark.slow("training")),
+        pytest.param("llama", marks=pytest.mark.slow("training")),
+        "dropped",
+        "reused",
+    ],
+)
 def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
     work = workload_of(name)
     options = [LayerSettings(level=level, group_size=64) for level in (4, 16, 256)]
@@ -215,6 +223,7 @@ def _digits() -> tuple[mt.Workload, Profile]:
     return work, mt.profile(work, options=options, seeds=1)
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("part", [0.45, 0.4])
 def test_a_vision_transformer_errs_less_at_the_same_peak(
     digits: tuple[mt.Workload, Profile], part: float
@@ -235,6 +244,7 @@ def test_a_vision_transformer_errs_less_at_the_same_peak(
     assert measured < measured_without
 
 
+@pytest.mark.slow("training")
 def test_a_searched_plan_is_at_work_from_the_first_forward_on(digits: tuple[mt.Workload, Profile]) -> None:
     work, profile = digits
     searched = search_policy(profile, "40%", objective="error", forbid=["recompute"]).policy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mesa_tune.profiler.errors.joint_error import JointError, squared
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.workload import Workload
+from tests.builders import cross_entropy
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
 
@@ -227,13 +227,9 @@ def data(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 64), torch.randint(10, (size,))
 
 
-def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 @pytest.fixture(scope="module", name="joint")
 def _joint() -> JointError:
-    return JointError(Workload(network, data, loss, batch_size=256))
+    return JointError(Workload(network, data, cross_entropy, batch_size=256))
 
 
 def test_the_exact_policy_has_no_error_in_spite_of_dropout(joint: JointError) -> None:

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.search.problem import NONE, Space
 from mesa_tune.search.space import make_space
+from tests.builders import gpt2, own_loss, words, workload
 from tests.search.random_spaces import units_inside
 
 BLOCKS = tuple(f"transformer.h.{number}" for number in range(3))
 
 
-def model() -> nn.Module:
-    values: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64}
-    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**values, **ends, use_cache=False, resid_pdrop=0.0)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def batch(count: int) -> dict[str, Tensor]:
-    ids = torch.randint(1, 128, (count, 64))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    value: Tensor = model(**batch).loss
-    return value
-
-
-WORKLOAD = mt.Workload(model, batch, loss, batch_size=8)
+WORKLOAD = workload(partial(gpt2, layers=3, use_cache=False, resid_pdrop=0.0), words, own_loss)
 
 
 @pytest.fixture(scope="module", name="profile")
@@ -102,7 +84,7 @@ def test_a_searched_policy_names_the_modules_and_its_step_has_the_predicted_byte
     assert policy == plan.policy
     converted = mt.convert(WORKLOAD.build(), policy, seed=0)
     optimizer = WORKLOAD.make_optimizer(converted)
-    found = measure_step(converted, WORKLOAD.make_batch(), loss, optimizer)
+    found = measure_step(converted, WORKLOAD.make_batch(), own_loss, optimizer)
     assert found.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
     assert profile.predict(policy).peak_bytes == plan.predicted.peak_bytes
     assert mt.Plan.from_dict(plan.to_dict()).policy == plan.policy
