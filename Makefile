@@ -1,6 +1,6 @@
 # make            a list of the targets
 # make demo       the main job on real data
-# make test       the whole suite
+# make test       the tests of behaviour; make test-slow the rest
 # Each target first creates .venv, installs the pinned packages and builds the kernels in place.
 
 SHELL := /bin/bash
@@ -19,18 +19,20 @@ sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 # Tests that run a second time without the native kernels: those that call them.
 core := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
 	formulas/test_fused*.py formulas/test_functional*.py nn/test_nn.py conversion/test_conversion.py \
-	engine/test_keeping.py engine/test_sharing.py))
+	engine/test_sharing.py))
 
 # The tests of the ops, and the two libraries that must be loaded before a sanitized extension.
 ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
 	formulas/test_fused*.py codecs/test_codecs.py codecs/test_codec_drop.py codecs/test_codec_mixed.py codecs/test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
-.PHONY: help demo docs test sweep lint cuda-check bench gpu sanitize wheel-check format install
+.PHONY: help demo docs test test-slow test-all sweep lint cuda-check bench gpu sanitize wheel-check format install
 
 help:
 	@echo 'make demo         profiles, searches, verifies, trains and reports on real data; writes mesa-run/report.html'
-	@echo 'make test         runs every test, and the core tests again without the native kernels'
+	@echo 'make test         runs the tests of behaviour, those of the kernels again without the native ones'
+	@echo 'make test-slow    runs the rest: long trainings, other processes, servers, a browser, sweeps'
+	@echo 'make test-all     runs both'
 	@echo 'make sweep        runs every operator, module and architecture, plain beside converted; a second run resumes'
 	@echo 'make lint         runs ruff, mypy, pyright and clang-format'
 	@echo 'make cuda-check   compiles the CUDA kernels if there is nvcc, and looks for spilled registers'
@@ -50,13 +52,19 @@ demo: .venv/.kernels
 
 test: .venv/.kernels
 	@echo '== tests'
-	$(run_tests)
-	@echo '== the core tests again, without the native kernels'
-	$(if $(core),MESA_TUNE_REFERENCE=1 $(run_tests) -m 'not slow' $(core),@echo 'no such tests')
+	$(run_tests) -m 'not slow'
+	@echo '== the tests of the kernels again, without the native ones'
+	MESA_TUNE_REFERENCE=1 $(run_tests) -m 'not slow' $(core)
+
+test-slow: .venv/.kernels
+	@echo '== slow tests'
+	$(run_tests) -m slow
+
+test-all: test test-slow
 
 # Results are in build/sweeps/. A second run repeats only cases without a result of the same code.
 sweep: .venv/.kernels
-	OMP_NUM_THREADS=1 $(bin)/python -m tests.sweeps
+	OMP_NUM_THREADS=1 $(bin)/python -m benchmarks.sweeps
 
 lint: .venv/.kernels
 	$(bin)/ruff format --check .

@@ -1,6 +1,6 @@
 """Generator of docs/architectures.md: results of the sweep over transformers' model types, in one table.
 
-python -m tests.sweeps transformers      # measures
+python -m benchmarks.sweeps transformers      # measures
 python -m docs.architectures             # writes the page
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.sweeps import runner
-from tests.sweeps.checks import SPREAD
-from tests.sweeps.runner import RIGHT, SKIPPED, WRONG, Line, Results
-from tests.sweeps.transformers_models import LAYERS
+from benchmarks.sweeps import runner
+from benchmarks.sweeps.checks import SPREAD
+from benchmarks.sweeps.runner import RIGHT, SKIPPED, WRONG, Line, Results
+from benchmarks.sweeps.transformers_models import LAYERS
 
 PAGE = Path(__file__).with_name("architectures.md")
 RESULTS = runner.ROOT / "build" / "sweeps" / "transformers.jsonl"
@@ -23,7 +23,7 @@ HEAD = """\
 # Architectures
 
 Every model type of transformers that builds from a tiny configuration, trained plain and converted.
-Generated: `python -m tests.sweeps transformers` measures, `python -m docs.architectures` writes this page.
+Generated: `python -m benchmarks.sweeps transformers` measures, `python -m docs.architectures` writes.
 
 * Weights and batches are random. Steps run at level 256, 16, and 16 with `store: derive`; in fp32,
   under bfloat16 autocast, and with both kinds of gradient checkpointing. Tensors of up to 1,024 elements stay

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sweeps.runner import BROKEN, ILL_POSED, RIGHT, ROOT, SKIPPED, Line, Results
+from benchmarks.sweeps.runner import BROKEN, ILL_POSED, RIGHT, ROOT, SKIPPED, Line, Results
 
 PAGE = Path(__file__).with_name("operators.md")
 CONDENSED = Path(__file__).with_name("operators.jsonl")
@@ -192,7 +192,7 @@ def main() -> None:
     """Condense the last sweep, and write the page."""
     import torch
 
-    from tests.sweeps.databases import without_gradient
+    from benchmarks.sweeps.databases import without_gradient
 
     results = Results(ROOT / "build" / "sweeps" / "operators.jsonl")
     version = str(torch.__version__).partition("+")[0]

@@ -58,10 +58,17 @@ ROOMS = {
     ],
 }
 OF_A_ROOM = 20
-SECONDS = 25.0
+SECONDS = 15.0
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "mutants"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
+COVERAGE = f"""[run]
+source = mesa_tune, search, reports
+branch = true
+parallel = true
+patch = subprocess
+data_file = {FOLDER}/coverage
+"""
 HEAVY = ["torch", "numpy", "scipy.optimize", "pandas", "matplotlib.figure", "optuna", "hypothesis", "pytest"]
 """Imported once, before the processes of mutants are forked."""
 
@@ -79,11 +86,26 @@ class Mutant(NamedTuple):
     text: str
 
 
-def drawn(of_a_room: int, seed: int) -> Iterator[Mutant]:
-    """Yield the mutants, room by room."""
-    for room, patterns in ROOMS.items():
-        paths = sorted({str(path) for pattern in patterns for path in Path().glob(pattern)})
-        sites = sorted((site for path in paths for site in _sites(path, seed)), key=lambda site: site[0])
+def drawn(of_a_room: int, seed: int) -> list[Mutant]:
+    """The mutants, room by room; drawn once for the same sources, because this takes a minute."""
+    sources = [(path, Path(path).read_text("utf-8")) for room in ROOMS for path in paths(room)]
+    path = FOLDER / f"drawn-{hashlib.sha256(repr((of_a_room, seed, sources)).encode()).hexdigest()[:16]}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(list(_drawn(of_a_room, seed))))
+    return [Mutant(*values) for values in json.loads(path.read_text())]
+
+
+def paths(room: str) -> list[str]:
+    """The files of a room."""
+    return sorted({str(path) for pattern in ROOMS[room] for path in Path().glob(pattern)})
+
+
+def _drawn(of_a_room: int, seed: int) -> Iterator[Mutant]:
+    for room in ROOMS:
+        sites = sorted(
+            (site for path in paths(room) for site in _sites(path, seed)), key=lambda site: site[0]
+        )
         for digest, path, line, operator, occurrence in sites[:of_a_room]:
             text = _mutated(path, operator, occurrence)
             yield Mutant(digest[:16], room, path, line, operator, occurrence, text)
@@ -95,13 +117,13 @@ def _sites(path: str, seed: int) -> Iterator[tuple[str, str, int, str, int]]:
     from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
     source = Path(path).read_text("utf-8")
-    tree, ignored, lines = get_ast(source), _annotated(source), source.splitlines()
+    nodes, ignored, lines = list(ast_nodes(get_ast(source))), _annotated(source), source.splitlines()
     changes: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for name in operator_names():
         operator = get_operator(name)
         if operator.arguments():
             continue
-        starts = (start for node in ast_nodes(tree) for start, _ in operator().mutation_positions(node))
+        starts = (start for node in nodes for start, _ in operator().mutation_positions(node))
         for occurrence, start in enumerate(starts):
             if not any(first <= start < last for first, last in ignored):
                 changes[start].append((name, occurrence))
@@ -150,12 +172,17 @@ def record() -> None:
     """Run all tests under coverage: which test runs which lines, and how long it takes."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = FOLDER / "coveragerc"
-    settings.write_text(f"[run]\nsource = mesa_tune, search, reports\nparallel = true\npatch = subprocess\n"
-                        f"data_file = {FOLDER}/coverage\n")  # fmt: skip
+    settings.write_text(COVERAGE)
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
     command += ["-p", "tests.mutants", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-q"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}", "-q"], check=True)
+
+
+def pytest_sessionstart() -> None:
+    """Leave out the processes that tests start: what they run would belong to no test."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
@@ -363,7 +390,7 @@ def main() -> None:
     parser.add_argument("--share", help="k/n: try only these, in this process")
     parser.add_argument("--survivors", action="store_true", help="show what no test notices, run nothing")
     options = parser.parse_args()
-    mutants = list(drawn(options.count, options.seed))
+    mutants = drawn(options.count, options.seed)
     if options.survivors:
         found = {line["digest"]: line for line in results() if line["label"] == options.label}
         print(*survivors(mutants, found), sep="\n\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.sweeps.runner import BROKEN, RIGHT, SKIPPED, WRONG, Line
 from docs import architectures, operators
-from tests.sweeps.runner import BROKEN, RIGHT, SKIPPED, WRONG, Line
 
 
 def _line(name: str, variant: str, result: str, cause: str = "", **figures: Any) -> Line:

@@ -1,1 +1,1 @@
-"""Sweeps: everything that PyTorch and transformers have, plain beside converted. `python -m tests.sweeps`."""
+"""Tests of the sweeps over operators, modules and architectures."""

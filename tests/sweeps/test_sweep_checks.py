@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.checks import FaultError, Reference, UnfitError, check
-from tests.sweeps.steps import Lifted, Program
+from benchmarks.sweeps.checks import FaultError, Reference, UnfitError, check
+from benchmarks.sweeps.steps import Lifted, Program
 
 
 @dataclass(frozen=True)

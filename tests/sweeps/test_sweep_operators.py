@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sweeps.runner import RIGHT, SKIPPED, Case
+from benchmarks.sweeps.runner import RIGHT, SKIPPED, Case
 
 EVERY = 20
 SAMPLES = 4
@@ -29,7 +29,7 @@ def _warnings_of_plain_operators_are_not_ours() -> Iterator[None]:
 
 
 def assert_right(name: str, *variants: str) -> None:
-    from tests.sweeps.operators import run  # PyTorch's databases take seconds to import
+    from benchmarks.sweeps.operators import run  # PyTorch's databases take seconds to import
 
     for variant in variants:
         outcome = run(Case(name, variant), SAMPLES)
@@ -49,6 +49,6 @@ def test_operator_is_right(name: str) -> None:
 
 
 def test_names_are_every_twentieth() -> None:
-    from tests.sweeps.databases import names
+    from benchmarks.sweeps.databases import names
 
     assert names()[::EVERY] == NAMES

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import runner
-from tests.sweeps.runner import BROKEN, CRASHED, RIGHT, TIMED_OUT, Case, Line, Results
+from benchmarks.sweeps import runner
+from benchmarks.sweeps.runner import BROKEN, CRASHED, RIGHT, TIMED_OUT, Case, Line, Results
 
-MODULE = "tests.sweeps.samples"
+MODULE = "benchmarks.sweeps.samples"
 
 
 def _run(results: Results, wanted: str = "") -> tuple[list[Line], list[str]]:

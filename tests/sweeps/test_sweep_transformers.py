@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from tests.sweeps.architectures import heads_of, model_types
-from tests.sweeps.runner import RIGHT, SKIPPED, WRONG, Case
-from tests.sweeps.shrinking import TOO_LARGE
-from tests.sweeps.transformers_models import _with_every_layer, run
+from benchmarks.sweeps.architectures import heads_of, model_types
+from benchmarks.sweeps.runner import RIGHT, SKIPPED, WRONG, Case
+from benchmarks.sweeps.shrinking import TOO_LARGE
+from benchmarks.sweeps.transformers_models import _with_every_layer, run
 
 VARIANTS = ("16 plain", "derive bf16", "derive checkpoint", "16 reentrant")
 SLOW = {"jamba", "falcon_mamba", "canine"}  # a step of a scan over time takes seconds

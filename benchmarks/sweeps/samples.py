@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tests.sweeps.runner import BROKEN, RIGHT, Case, Outcome, Sweep
+from benchmarks.sweeps.runner import BROKEN, RIGHT, Case, Outcome, Sweep
 
 
 def _run(case: Case) -> Outcome:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.sweeps.checks import FaultError, Reference, UnfitError, check
+from benchmarks.sweeps.databases import MOST, as_sampled, elements, masked, names, programs, scaled
+from benchmarks.sweeps.runner import BROKEN, ILL_POSED, RIGHT, SKIPPED, Case, Outcome, Sweep
+from benchmarks.sweeps.steps import FAILURES, Program, bytes_saved, step
 from mesa_tune.conversion.model import conversion_of
-from tests.sweeps.checks import FaultError, Reference, UnfitError, check
-from tests.sweeps.databases import MOST, as_sampled, elements, masked, names, programs, scaled
-from tests.sweeps.runner import BROKEN, ILL_POSED, RIGHT, SKIPPED, Case, Outcome, Sweep
-from tests.sweeps.steps import FAILURES, Program, bytes_saved, step
 
 LEVELS = (256, 16)
 CHANGES: dict[str, Callable[[Program], list[Program]]] = {

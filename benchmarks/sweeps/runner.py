@@ -36,7 +36,7 @@ ILL_POSED = "ill-posed"
 RESULTS = (RIGHT, BROKEN, CRASHED, TIMED_OUT, ILL_POSED, SKIPPED)
 WRONG = frozenset({BROKEN, CRASHED, TIMED_OUT})
 
-_FAMILIES = ("mesa_tune/**/*.py", "mesa_tune/*.so", "search/**/*.py", "csrc/**/*.*", "tests/sweeps/*.py")
+_FAMILIES = ("mesa_tune/**/*.py", "mesa_tune/*.so", "search/**/*.py", "csrc/**/*.*", "benchmarks/sweeps/*.py")
 _WIDTH = 80
 
 

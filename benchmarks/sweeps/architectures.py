@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from tests.sweeps import steps
-from tests.sweeps.batches import FORMS, IMAGES, Batch, Batcher
-from tests.sweeps.shrinking import OVERRIDES, TOO_LARGE, shrunken
+from benchmarks.sweeps import steps
+from benchmarks.sweeps.batches import FORMS, IMAGES, Batch, Batcher
+from benchmarks.sweeps.shrinking import OVERRIDES, TOO_LARGE, shrunken
 
 # transformers' own tables of task heads, those with the most of the model under the loss first.
 HEADS = (

@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import mesa_tune as mt
-from mesa_tune import ops
-from mesa_tune.formulas import activation
-from mesa_tune.profiler.entries import REACHED_BY_NONE
-from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.profiler.profile import Profile
-from tests.sweeps.architectures import (
+from benchmarks.sweeps.architectures import (
     FAILURES,
     Architecture,
     NotBuiltError,
@@ -38,8 +33,13 @@ from tests.sweeps.architectures import (
     heads_of,
     model_types,
 )
-from tests.sweeps.checks import SPREAD
-from tests.sweeps.runner import BROKEN, RIGHT, SKIPPED, Case, Outcome, Sweep
+from benchmarks.sweeps.checks import SPREAD
+from benchmarks.sweeps.runner import BROKEN, RIGHT, SKIPPED, Case, Outcome, Sweep
+from mesa_tune import ops
+from mesa_tune.formulas import activation
+from mesa_tune.profiler.entries import REACHED_BY_NONE
+from mesa_tune.profiler.memory.meter import measure_step
+from mesa_tune.profiler.profile import Profile
 
 MIN_ELEMENTS = 1024
 LARGE = 16 * 1024  # bytes: storages up to this are counted apart

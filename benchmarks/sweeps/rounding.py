@@ -12,7 +12,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from tests.sweeps.steps import Program, Step, attempt
+from benchmarks.sweeps.steps import Program, Step, attempt
 
 Rounding = Callable[[Tensor, int, torch.Generator], Tensor]
 

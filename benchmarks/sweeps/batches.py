@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.sweeps.shrinking import IMAGE, TOKENS
+from benchmarks.sweeps.shrinking import IMAGE, TOKENS
 
 BATCH = 4
 SOUND = 8000  # samples of a sound

@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
-from tests.sweeps.steps import Lifted, Program
+from benchmarks.sweeps.steps import Lifted, Program
 
 MOST = 16
 """Samples of one operator or module that are tried."""

@@ -1,9 +1,9 @@
 """The sweeps' command.
 
-    python -m tests.sweeps                       # all sweeps; goes on where an interrupted run stopped
-    python -m tests.sweeps operators             # one of them
-    python -m tests.sweeps operators --only 'amax*' --variant scaled
-    python -m tests.sweeps --broken              # only what the last run found broken
+    python -m benchmarks.sweeps                       # all sweeps; goes on where an interrupted run stopped
+    python -m benchmarks.sweeps operators             # one of them
+    python -m benchmarks.sweeps operators --only 'amax*' --variant scaled
+    python -m benchmarks.sweeps --broken              # only what the last run found broken
 
 Results are lines of JSON in `build/sweeps/<sweep>.jsonl`. The exit status is 1 where something is broken.
 """
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tests.sweeps import runner
-from tests.sweeps.runner import Case, Results
+from benchmarks.sweeps import runner
+from benchmarks.sweeps.runner import Case, Results
 
-SWEEPS = {"operators": "tests.sweeps.operators", "transformers": "tests.sweeps.transformers_models"}
+SWEEPS = {"operators": "benchmarks.sweeps.operators", "transformers": "benchmarks.sweeps.transformers_models"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.sweeps")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweeps")
     parser.add_argument("sweeps", nargs="*", help=f"{', '.join(SWEEPS)}; default: all")
     parser.add_argument("--only", default="*", metavar="GLOB", help="cases of this name")
     parser.add_argument("--variant", default="*", metavar="GLOB", help="cases of this variant")

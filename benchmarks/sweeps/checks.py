@@ -10,8 +10,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.rounding import ROUNDINGS, Rounding, by_range, controls
-from tests.sweeps.steps import FAILURES, Program, Step, attempt, finite_where, flat, same, step
+from benchmarks.sweeps.rounding import ROUNDINGS, Rounding, by_range, controls
+from benchmarks.sweeps.steps import FAILURES, Program, Step, attempt, finite_where, flat, same, step
 
 SPREAD = 64.0
 """Allowed ratio of range² / 4 to the mean square of the stored numbers: 3 for uniform numbers, about 9 for
