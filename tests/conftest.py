@@ -15,6 +15,17 @@ from mesa_tune import cli
 from mesa_tune.profiler.timing import step_time
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 
+SLOW = {
+    "training": "trains for many steps, or profiles, searches and verifies",
+    "processes": "starts other Python processes, or a compiler",
+    "server": "starts a server",
+    "browser": "opens pages in a browser",
+    "sweep": "a share of many operators or architectures, of which the fast tests have one",
+    "compile": "compiles what the fast tests trace",
+    "leaving": "its subject will be replaced",
+}
+MOST_SLOW = 0.15
+
 
 def pytest_configure() -> None:
     # The tests' tensors are small: threads would only wait for each other, and busily.
@@ -29,10 +40,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [(item, marker.args) for item in items if (marker := item.get_closest_marker("slow"))]
+    for item, kind in slow:
+        if len(kind) != 1 or kind[0] not in SLOW:
+            raise pytest.UsageError(f"{item.nodeid}: `slow` needs one kind of {', '.join(SLOW)}, got {kind}")
+    if not config.option.file_or_dir and len(slow) > MOST_SLOW * len(items):
+        raise pytest.UsageError(f"{len(slow)} of {len(items)} tests are slow, more than {MOST_SLOW:.0%}")
     # Files with slow tests first: at the end the workers then wait for no long file.
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    paths = {item.path for item, _ in slow}
+    items.sort(key=lambda item: item.path not in paths)
     if torch.cuda.is_available():
         return
     for item in items:
