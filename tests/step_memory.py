@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -33,6 +33,19 @@ def squares(model: nn.Module, x: Any) -> Tensor:
 
 def ids(n: int) -> Tensor:
     return torch.randint(0, CLASSES, (n, 21))
+
+
+class Composed(nn.Module):
+    """Parts by name, and a forward that is a function of the module and its input."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
 
 
 def swept(cases: Iterable[Any], names: Collection[str]) -> list[Any]:

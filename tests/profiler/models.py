@@ -16,6 +16,7 @@ import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
 from tests import builders
 from tests.engine.test_deriving import Gated
+from tests.step_memory import Composed
 
 BATCH, SEEDS, WIDTH, TOKENS = 8, 8, 64, 20
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
@@ -32,27 +33,18 @@ class MatmulBlock(nn.Module):
         self.norm2 = nn.LayerNorm(WIDTH)
         self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.norm(x)
         q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1) @ v
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        result: Tensor = x + self.fc2(self.act(self.fc1(self.norm2(x))))
-        return result
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
 
 
-class Transformer(nn.Module):
+def transformer() -> nn.Module:
     """Attention of matmul and softmax (which share a tensor), and q, k, v layers of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(MatmulBlock())
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embed(x)).mean(1))
-        return logits
+    parts = {"embed": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(MatmulBlock())}
+    return Composed(lambda m, x: m.head(m.blocks(m.embed(x)).mean(1)), **parts, head=nn.Linear(WIDTH, 10))
 
 
 class Convolutions(nn.Module):
@@ -65,12 +57,11 @@ class Convolutions(nn.Module):
         self.relu = nn.ReLU()
         self.head = nn.Linear(16, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.relu(self.bn1(self.conv1(x)))
         gate = torch.sigmoid(x)
         x = torch.lerp(self.relu(self.bn2(self.conv2(x)) + x), gate, gate)
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))
 
 
 class Reused(nn.Module):
@@ -83,36 +74,22 @@ class Reused(nn.Module):
         self.right.weight = self.first.weight
         self.norm, self.act, self.head = nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.act(self.first(x))
         x = self.twice(F.gelu(self.twice(x)))
-        logits: Tensor = self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
-        return logits
+        return self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
 
 
-class ClassToken(nn.Module):
+def class_token() -> nn.Module:
     """Its head keeps a small view of a large storage, as vision transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.body(F.gelu(self.body(x))))[:, 0])
-        return logits
+    parts = {"body": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH), "head": nn.Linear(WIDTH, 10)}
+    return Composed(lambda m, x: m.head(m.norm(m.body(F.gelu(m.body(x))))[:, 0]), **parts)
 
 
-class Llama(nn.Module):
-    """Two gated perceptrons after RMS norms written by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(x).mean(1))
-        return logits
+def gated() -> nn.Module:
+    """Two gated perceptrons after RMS norms written by hand, as Llama has them."""
+    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
+    return Composed(lambda m, x: m.head(m.body(x).mean(1)), body=body, head=nn.Linear(WIDTH, 10))
 
 
 class Dropped(nn.Module):
@@ -125,11 +102,10 @@ class Dropped(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout(0.2)
         self.second, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.drop(self.norm(self.embed(x)))
         x = self.second(self.drop(self.act(self.first(x))))
-        logits: Tensor = self.head(F.gelu(x).mean(1))
-        return logits
+        return self.head(F.gelu(x).mean(1))
 
 
 class Silu(nn.Module):
@@ -141,11 +117,10 @@ class Silu(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.conv3, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = F.silu(self.bn1(self.conv1(x)))
         x = x + F.silu(self.bn2(self.conv2(x)))
-        logits: Tensor = self.head(self.conv3(x).mean((2, 3)))
-        return logits
+        return self.head(self.conv3(x).mean((2, 3)))
 
 
 def resnet(*depths: int) -> nn.Module:
@@ -173,14 +148,14 @@ def image_batch(n: int) -> tuple[Tensor, Tensor]:
 
 Made = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 MODELS: dict[str, Made] = {
-    "transformer": (Transformer, text_batch),
+    "transformer": (transformer, text_batch),
     "convolutions": (Convolutions, image_batch),
     "reused": (Reused, text_batch),
-    "class token": (ClassToken, text_batch),
+    "class token": (class_token, text_batch),
 }
 CHAINS: dict[str, Made] = {
     **MODELS,
-    "llama": (Llama, text_batch),
+    "llama": (gated, text_batch),
     "dropped": (Dropped, text_batch),
     "silu": (Silu, image_batch),
 }

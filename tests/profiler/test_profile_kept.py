@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +15,9 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from tests.builders import mean, workload
-from tests.step_memory import PLAIN, measured, squares
+from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured, squares
 
 WIDTH, CLASSES = 64, 96
-
-
-def widening() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, CLASSES))
-
-
-def text_and_classes(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 20, WIDTH), torch.randint(0, CLASSES, (n, 21))
 
 
 def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -34,8 +28,12 @@ def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return value
 
 
-WORK = workload(widening, text_and_classes, kept_loss, batch_size=16)
-FOUR_BITS = mt.Policy.uniform(level=16)
+WORK = workload(
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, CLASSES)),
+    lambda n: (torch.randn(n, 20, WIDTH), torch.randint(0, CLASSES, (n, 21))),
+    kept_loss,
+    batch_size=16,
+)
 
 
 def sequences(n: int) -> Tensor:
@@ -48,9 +46,7 @@ def _profile() -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch_size"),
-    [(PLAIN, 40), (mt.Policy.uniform(level=256), 40), (FOUR_BITS, 16)],
-    ids=["plain", "8 bits", "4 bits"],
+    ("policy", "batch_size"), [(PLAIN, 40), (mt.Policy.uniform(level=256), 40), (FOUR_BITS, 16)], ids=str
 )
 def test_saved_bytes_with_whole_numbers_are_those_of_a_real_step(
     profile: Profile, policy: mt.Policy, batch_size: int
@@ -65,21 +61,15 @@ def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
     assert one_bit.saved_bytes > 8 * 16 * 20 * CLASSES
 
 
-class Recurrent(nn.Module):
+def recurrent(kind: Callable[..., nn.RNNBase], batch_size: int) -> mt.Workload:
     """A recurrent layer, whose kernels keep what no call takes or returns, between two linear ones."""
 
-    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, CLASSES)
-        self.recurrent = kind(WIDTH, 2 * WIDTH, num_layers=2, batch_first=True)
+    def build() -> nn.Module:
+        parts = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(2 * WIDTH, CLASSES)}
+        layer = kind(WIDTH, 2 * WIDTH, num_layers=2, batch_first=True)
+        return Composed(lambda m, x: m.last(m.recurrent(m.first(x))[0].relu()), **parts, recurrent=layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.recurrent(self.first(x))[0].relu())
-        return y
-
-
-def recurrent(kind: Callable[..., nn.RNNBase], batch_size: int) -> mt.Workload:
-    return workload(lambda: Recurrent(kind), lambda n: torch.randn(n, 6, WIDTH), mean, batch_size=batch_size)
+    return workload(build, lambda n: torch.randn(n, 6, WIDTH), mean, batch_size=batch_size)
 
 
 @pytest.mark.filterwarnings("ignore:mesa-tune. .* is stored by hooks")
@@ -113,20 +103,18 @@ class _Doubled(torch.autograd.Function):
         return 2 * (grad * ctx.other)
 
 
-class _Partly(nn.Module):
+def _partly_reached(model: Any, x: Tensor) -> Any:
     """Linear layers around functions without a formula."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = _Doubled.apply(self.first(x))  # type: ignore[no-untyped-call]
-        y: Tensor = self.last((1 + h.tanh()).cumprod(-1).asinh())
-        return y
+    h = _Doubled.apply(model.first(x))  # type: ignore[no-untyped-call]
+    return model.last((1 + h.tanh()).cumprod(-1).asinh())
 
 
-PARTLY = workload(_Partly, sequences, squares, batch_size=16)
+PARTLY = workload(
+    lambda: Composed(_partly_reached, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES)),
+    sequences,
+    squares,
+    batch_size=16,
+)
 
 
 @pytest.fixture(scope="module", name="partly")
@@ -159,80 +147,32 @@ def test_a_searched_policy_names_no_layer_that_no_policy_reaches(
     assert not [one for one in recwarn if "no layer" in str(one.message)]
 
 
-class _Twice(nn.Module):
-    """A dropout that is called for a large and for a small tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        total: Tensor = self.dropout(y).sum() + self.dropout(y[:, :2]).sum()
-        return total
+def _after(function: Callable[[Any, Tensor, Tensor], Any], **parts: nn.Module) -> Callable[[], nn.Module]:
+    """Build a linear layer, and a function of the model, its input and the layer's output."""
+    return lambda: Composed(
+        lambda m, x: function(m, x, m.first(x)).sum(), first=nn.Linear(WIDTH, WIDTH), **copy.deepcopy(parts)
+    )
 
 
-class _Highest(nn.Module):
-    """The largest element of each row, of fewer rows than are worth an index in fewer bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.first(x).max(-1).values.sum()
-        return total
-
-
-class _Weights(nn.Module):
+def _weighted(_: Any, x: Tensor, y: Tensor) -> Tensor:
     """Attention weights, a small tensor that a product keeps beside a large one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        weights = (y[..., :8] @ y[..., :8].mT).softmax(-1)
-        total: Tensor = (weights @ y).sum()
-        return total
+    return (y[..., :8] @ y[..., :8].mT).softmax(-1) @ y
 
 
-class _FirstToken(nn.Module):
-    """A norm of the first tokens, which lie in the tensor of all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.norm(self.first(x)[:, 0]).sum()
-        return total
-
-
-class _FirstTokens(nn.Module):
+def _first_tokens(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Functions that keep masks, of few tokens, which lie in the tensor of all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        kept = torch.maximum(y[:, 0], y[:, 1]), y[:, 2].relu(), torch.where(x[:, 0] > 0, y[:, 4], 0)
-        return torch.cat([*kept, self.dropout(y[:, 3])]).sum()
+    kept = torch.maximum(y[:, 0], y[:, 1]), y[:, 2].relu(), torch.where(x[:, 0] > 0, y[:, 4], 0)
+    return torch.cat([*kept, model.dropout(y[:, 3])])
 
 
-class _Widened(nn.Module):
+def _widened(kind: Callable[..., nn.Module]) -> nn.Module:
     """A function in place on the output of a layer with little input, which PyTorch returns as a view."""
+    layers = nn.Sequential(nn.Linear(2, 8 * WIDTH), kind(inplace=True), nn.Linear(8 * WIDTH, 4))
+    return Composed(lambda m, x: m.layers(x[..., :2]).sum(), layers=layers)
 
-    def __init__(self, function: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 8 * WIDTH), function, nn.Linear(8 * WIDTH, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x[..., :2])
-        return y.sum()
+DROPOUT = nn.Dropout(0.5)
+TWICE = _after(lambda m, x, y: m.dropout(y).sum() + m.dropout(y[:, :2]).sum(), dropout=DROPOUT)
 
 
 class _Heads(nn.Module):
@@ -254,16 +194,16 @@ class _Heads(nn.Module):
 @pytest.mark.parametrize(
     ("build", "batch_size"),
     [
-        pytest.param(_Twice, 16, id="mixed calls"),
-        pytest.param(_Twice, 32, id="mixed calls at the limit"),
-        pytest.param(_Highest, 16, id="indices"),
-        pytest.param(_Weights, 8, id="small weights"),
-        pytest.param(_Weights, 16, id="weights"),
-        pytest.param(_FirstToken, 16, id="scraps"),
-        pytest.param(_FirstTokens, 32, id="masks of scraps"),
-        pytest.param(lambda: _Widened(nn.ReLU(inplace=True)), 16, id="gate in place"),
-        pytest.param(lambda: _Widened(nn.SiLU(inplace=True)), 16, id="curve in place"),
-        pytest.param(lambda: _Widened(nn.Dropout(0.5, inplace=True)), 16, id="dropout in place"),
+        pytest.param(TWICE, 16, id="mixed calls"),
+        pytest.param(TWICE, 32, id="mixed calls at the limit"),
+        pytest.param(_after(lambda m, x, y: y.max(-1).values), 16, id="indices"),  # few rows
+        pytest.param(_after(_weighted), 8, id="small weights"),
+        pytest.param(_after(_weighted), 16, id="weights"),
+        pytest.param(_after(lambda m, x, y: m.norm(y[:, 0]), norm=nn.LayerNorm(WIDTH)), 16, id="scraps"),
+        pytest.param(_after(_first_tokens, dropout=DROPOUT), 32, id="masks of scraps"),
+        pytest.param(lambda: _widened(nn.ReLU), 16, id="gate in place"),
+        pytest.param(lambda: _widened(nn.SiLU), 16, id="curve in place"),
+        pytest.param(lambda: _widened(nn.Dropout), 16, id="dropout in place"),
         pytest.param(lambda: _Heads(4, 20), 8, id="small keys"),
         pytest.param(lambda: _Heads(4, 20), 32, id="keys"),
         pytest.param(lambda: _Heads(4, 5), 16, id="small parts"),
