@@ -1,6 +1,7 @@
 """What holds of single functions: sharing, in-place forms, empty batches, what is refused, what is packed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mesa_tune.policy.settings import LayerSettings
 from tests.functional_cases import CASES, EIGHT, RAW, fresh, gradients, leaves, served
 
 FOUR = LayerSettings(level=16, group_size=64)
+attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class _Count(TorchDispatchMode):
@@ -58,16 +60,13 @@ def test_attentions_output_may_change_in_place() -> None:
     """PyTorch refuses, which keeps it."""
     case = CASES["attention"]
     ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
-    y = served(case.function, RAW, *ours).mul_(2)
-    expected = case.function(*plain) * 2
-    for a, b in zip(gradients(y, ours), gradients(expected, plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    found, wanted = served(attend, RAW, *ours).mul_(2), attend(*plain) * 2
+    torch.testing.assert_close(gradients(found, ours), gradients(wanted, plain), rtol=1e-4, atol=1e-5)
 
 
 def test_attention_to_no_keys() -> None:
-    q, k, v = args = [torch.randn(4, 2, tokens, 8, requires_grad=True) for tokens in (5, 0, 0)]
-    y = served(F.scaled_dot_product_attention, EIGHT, q, k, v)
-    expected = F.scaled_dot_product_attention(q, k, v)
+    args = [torch.randn(4, 2, tokens, 8, requires_grad=True) for tokens in (5, 0, 0)]
+    y, expected = served(attend, EIGHT, *args), attend(*args)
     assert y.shape == expected.shape
     for a, b in zip(gradients(y, args), gradients(expected, args), strict=True):
         assert torch.equal(a, b)
@@ -76,35 +75,29 @@ def test_attention_to_no_keys() -> None:
 @pytest.mark.parametrize("level", [4, 16])
 def test_attention_with_large_scores_stays_bounded(level: int) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 2, 32, 64).mul_(8).requires_grad_() for _ in range(3))
-    y = mf.scaled_dot_product_attention(q, k, v, settings=LayerSettings(level=level, group_size=64))
-    found, wanted = gradients(y, [q, k, v]), gradients(F.scaled_dot_product_attention(q, k, v), [q, k, v])
+    args = [torch.randn(2, 2, 32, 64).mul_(8).requires_grad_() for _ in range(3)]
+    y = mf.scaled_dot_product_attention(*args, settings=LayerSettings(level=level, group_size=64))
+    found, wanted = gradients(y, args), gradients(attend(*args), args)
     assert all(torch.isfinite(each).all() for each in found)
     assert found[2].norm() < 3 * wanted[2].norm()
 
 
 def test_attention_with_dropout_replays_its_mask_and_moves_no_generator() -> None:
-    q, k, v = (torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3))
+    args = [torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3)]
     torch.manual_seed(5)
-    y = served(F.scaled_dot_product_attention, RAW, q, k, v, dropout_p=0.5)
+    y = served(attend, RAW, *args, dropout_p=0.5)
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    found = gradients(y, [q, k, v])
+    found = gradients(y, args)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(5)
-    wanted = gradients(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), [q, k, v])
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, gradients(attend(*args, dropout_p=0.5), args))
 
 
 def test_fused_qkv_views() -> None:
     joint = torch.randn(2, 16, 3, 4, 8, requires_grad=True)
-    q, k, v = joint.permute(2, 0, 3, 1, 4)
-    y = served(F.scaled_dot_product_attention, RAW, q, k, v)
-    (found,) = gradients(y, [joint])
-    q, k, v = joint.permute(2, 0, 3, 1, 4)
-    (wanted,) = gradients(F.scaled_dot_product_attention(q, k, v), [joint])
-    torch.testing.assert_close(found, wanted)
+    ours, plain = (call(*joint.permute(2, 0, 3, 1, 4)) for call in (partial(served, attend, RAW), attend))
+    torch.testing.assert_close(gradients(ours, [joint]), gradients(plain, [joint]))
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
@@ -141,7 +134,7 @@ def test_channels_last_gradient_keeps_its_layout() -> None:
 def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
     q, k, v = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))
     with mt.compress_saved(mt.Policy.uniform(level=256), seed=0):
-        y = F.scaled_dot_product_attention(q * 1, k * 1, v * 1, is_causal=True)  # runs again in backward
+        y = attend(q * 1, k * 1, v * 1, is_causal=True)  # runs again in backward
         with _Count() as count:
             y.sum().backward()
     assert "quantize" not in count.calls
@@ -149,10 +142,7 @@ def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
 
 
 def test_relu_in_place_traces() -> None:
-    def run(x: Tensor) -> Tensor:
-        y: Tensor = mf.relu(x * 2, inplace=True)
-        return y
-
+    run: Any = lambda x: mf.relu(x * 2, inplace=True)  # noqa: E731
     x = torch.randn(64, 64, requires_grad=True)
     y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, run(x))
