@@ -77,17 +77,22 @@ def test_a_uniform_policy_binds_every_layer_and_survives_text(level: int, groupi
     assert {policy.settings(tag, index, "a.b") for tag in TAGS for index in (0, 7, None)} == {wanted}
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"levl": 16}, "did you mean 'level'"),
-        ({"level": 1}, "level must be an integer from 2 to 256, but got 1"),
-    ],
-    ids=["unknown", "range"],
-)
-def test_a_uniform_policy_with_bad_settings_is_refused(settings: dict[str, int], said: str) -> None:
+UNIFORM_MISTAKES = {
+    "did you mean 'level'": {"levl": 16},
+    "level must be an integer from 2 to 256, but got 1": {"level": 1},
+    "exactly one of": {"group_size": 64, "quant_groups": 2},
+}
+
+
+@pytest.mark.parametrize("said", UNIFORM_MISTAKES)
+def test_a_uniform_policy_with_bad_settings_is_refused(said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        Policy.uniform(**settings)
+        Policy.uniform(**UNIFORM_MISTAKES[said])
+
+
+def test_a_uniform_policy_can_switch_everything_off() -> None:
+    assert Policy.uniform(enable=False).settings("fc", 0, "fc").exact
+    assert Policy.uniform(store="exact").settings("fc", 0, "fc").exact
 
 
 def test_no_rule_leaves_a_layer_alone() -> None:

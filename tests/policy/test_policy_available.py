@@ -35,10 +35,8 @@ def test_a_layer_cannot_be_recomputed_by_itself() -> None:
 
 def test_only_losses_and_modules_have_slices() -> None:
     model, policy = nn.Linear(4, 4), _policy("tile: 8")
-    with pytest.raises(
-        mt.PolicyError,
-        match=r"policy.txt:4: `tile: 8` is for losses and whole modules.*\n.*`on loss:`.*`on module:`",
-    ):
+    said = r"policy.txt:4: `tile: 8` is for losses and whole modules.*\n.*`on loss:`.*`on module:`"
+    with pytest.raises(mt.PolicyError, match=said):
         mt.convert(model, policy)
     mt.convert(model, _policy("tile: 1"))
     mt.convert(model, mt.Policy.uniform(16, tile=8))

@@ -28,8 +28,7 @@ def test_what_was_saved_loads_equal(policy: Policy, path: Path) -> None:
     again = Policy.load(path)
     assert again == policy
     assert (again.header, again.is_mesa) == (policy.header, policy.is_mesa)
-    assert again.warnings == ()
-    assert again.source == str(path)
+    assert (again.warnings, again.source) == ((), str(path))
 
 
 def test_a_saved_file_begins_with_our_first_line_and_header(path: Path) -> None:
@@ -40,29 +39,23 @@ def test_a_saved_file_begins_with_our_first_line_and_header(path: Path) -> None:
     assert lines[3] == "on fc:"
 
 
-@pytest.mark.parametrize("policy", [POLICY, MESA], ids=["ours", "mesa"])
-def test_our_own_file_is_overwritten(policy: Policy, path: Path) -> None:
-    policy.save(path)
-    OTHER.save(path)
-    assert Policy.load(path) == OTHER
-
-
-EDITS: dict[str, Callable[[str], str]] = {
-    "value-changed": lambda text: text.replace("level: 16", "level: 17", 1),
-    "comment-added": lambda text: text + "# mine\n",
-    "checksum-removed": lambda text: re.sub("# checksum .*\n", "", text),
-    "checksum-changed": lambda text: text.replace("# checksum ", "# checksum 0", 1),
-    "not-ours": lambda text: "on fc:\n",
-    "not-a-policy": lambda text: "dear diary\n",
-    "emptied": lambda text: "",
+EDITS: dict[str, Callable[[bytes], bytes]] = {
+    "value-changed": lambda text: text.replace(b"level: 16", b"level: 17", 1),
+    "comment-added": lambda text: text + b"# mine\n",
+    "checksum-removed": lambda text: re.sub(b"# checksum .*\n", b"", text),
+    "checksum-changed": lambda text: text.replace(b"# checksum ", b"# checksum 0", 1),
+    "not-ours": lambda text: b"on fc:\n",
+    "not-a-policy": lambda text: b"dear diary\n",
+    "binary": lambda text: b"\xff\xfe\x00",
+    "emptied": lambda text: b"",
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_or_foreign_file_is_kept_unless_forced(edit: str, path: Path) -> None:
     POLICY.save(path)
-    path.write_text(EDITS[edit](path.read_text()))
-    before = path.read_bytes()
+    before = EDITS[edit](path.read_bytes())
+    path.write_bytes(before)
     with pytest.raises(PolicyError, match=r"edited or is not a policy of mesa-tune's\n.*force=True"):
         OTHER.save(path)
     assert path.read_bytes() == before
@@ -70,42 +63,28 @@ def test_an_edited_or_foreign_file_is_kept_unless_forced(edit: str, path: Path) 
     assert Policy.load(path) == OTHER
 
 
-def test_a_binary_file_is_kept_unless_forced(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PolicyError, match="force=True"):
-        POLICY.save(path)
-    POLICY.save(path, force=True)
-    assert Policy.load(path) == POLICY
-
-
-def test_our_file_with_foreign_line_ends_is_still_ours(path: Path) -> None:
-    POLICY.save(path)
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+@pytest.mark.parametrize("policy", [POLICY, MESA], ids=["ours", "mesa"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_our_own_file_is_overwritten(policy: Policy, line_end: bytes, path: Path) -> None:
+    policy.save(path)
+    path.write_bytes(path.read_bytes().replace(b"\n", line_end))
     OTHER.save(path)
     assert Policy.load(path) == OTHER
 
 
-def test_a_link_stays_a_link(path: Path) -> None:
-    link = path.with_name("link.txt")
+def test_a_link_stays_a_link_to_a_file_with_the_usual_permissions(path: Path) -> None:
+    link, plain = path.with_name("link.txt"), path.with_name("plain")
     link.symlink_to(path)
     POLICY.save(link)
     assert link.is_symlink()
     assert Policy.load(path) == POLICY
-
-
-def test_a_saved_file_has_the_usual_permissions(path: Path) -> None:
-    POLICY.save(path)
-    plain = path.with_name("plain")
     plain.touch()
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-def test_a_folder_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_in_place_of_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"cannot be written: No such file.*\n"):
         POLICY.save(tmp_path / "no" / "policy.txt")
-
-
-def test_a_folder_in_place_of_a_file_is_told(tmp_path: Path) -> None:
     for act in (POLICY.save, Policy.load):
         with pytest.raises(PolicyError, match=r"a folder, not a policy file\n"):
             act(tmp_path)
