@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from mesa_tune.engine.registry import registry
 from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from tests.conformance.cases import Case
+from tests.conformance.cases import Case, case
 from tests.conformance.running import (
     PLAIN,
     Situation,
@@ -45,25 +45,19 @@ def check_rule_1(case: Case, situation: Situation = PLAIN) -> None:
     """Output, buffers and random state are bitwise plain's, and the gradient is near plain's."""
     model, x = build(case, situation)
     coded = converted(model)
-    right = _plain_step(model, x, situation)
-    if right is None:
-        return
+    try:
+        right = step(model, x, situation)
+    except RuntimeError as error:
+        # In-place after a function that keeps its own output: PyTorch itself refuses.
+        if re.search("in-?place operation", str(error)):
+            return
+        raise
     found = step(coded, x, situation)
     assert torch.equal(found.output, right.output), "the output is not bitwise plain's"
     assert torch.equal(found.random_state, right.random_state), "a generator of torch was advanced"
     assert all(torch.equal(found.buffers[k], right.buffers[k]) for k in right.buffers), "a buffer differs"
     low = situation.autocast or situation.dtype != torch.float32
     assert relative_error(found.gradients, right.gradients) < (1e-2 if low else EIGHT_BITS)
-
-
-def _plain_step(model: nn.Module, x: Tensor, situation: Situation) -> Any:
-    try:
-        return step(model, x, situation)
-    except RuntimeError as error:
-        # In-place after a function that keeps its own output: PyTorch itself refuses.
-        if "inplace operation" in str(error) or "in-place operation" in str(error):
-            return None
-        raise
 
 
 def check_formula(case: Case) -> None:
@@ -74,9 +68,7 @@ def check_formula(case: Case) -> None:
 
 
 def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
-    """Never more bytes than plain, even where the settings would not pay; none without gradients; eval
-    compresses.
-    """
+    """Never more bytes than plain, even where the settings would not pay; none without gradients."""
     model, x = build(case, situation)
     plain = saved_bytes(model, x, situation)
     for settings in ({"group_size": 64}, {"group_size": 2}):
@@ -85,7 +77,7 @@ def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
     with torch.no_grad():
         coded = converted(model)
         assert forward(coded, x, situation).grad_fn is None
-    if situation == PLAIN and case.tags != ("relu",):
+    if situation == PLAIN and case.tags != "relu":
         kept = saved_bytes(converted(model, level=16), x)
         assert kept < 0.5 * plain, f"keeps {kept} bytes of {plain} at 4 bits"
 
@@ -105,8 +97,7 @@ def check_rule_3_once() -> None:
             return y
 
     x = torch.randn(4, 32, 64)
-    packed = ops.packed_bytes(x.shape, 4, 256)
-    other = ops.packed_bytes(x.shape, 2, 256)
+    packed, other = (ops.packed_bytes(x.shape, bits, 256) for bits in (4, 2))
     text = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n"
     one, two = Policy.parse(text), Policy.parse(text + "\n    by_index: 1\n    level: 4\n")
     rows = x.numel() // 64 // 8  # a bit per row: which are zero
@@ -117,9 +108,7 @@ def check_rule_3_once() -> None:
 
 
 def check_rule_3_never_stale() -> None:
-    """A copy is not found again after its tensor has changed in place, or died and left its address to
-    another.
-    """
+    """A copy is not found again after its tensor has changed in place, or died and left its address."""
     spec, key = Spec("quantize", 8, 256, 64, 0, True, 0), torch.tensor([7])
 
     def kept(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -167,14 +156,10 @@ def _two_forwards(model: nn.Module, x: Tensor, wide: Tensor) -> dict[str, Tensor
 
 
 def check_rule_5(levels: int = 256) -> None:
-    """Every decoded value lies within its group's range, at most a step from the value itself: nothing
-    wraps.
-    """
+    """Every decoded value lies within its group's range, at most a step from the value itself."""
     bits = (levels - 1).bit_length()
     spec = Spec("quantize", bits, levels, 32, 0, True, 0)
-    x = torch.cat([torch.randn(64, 32), 1e4 + torch.randn(8, 32), torch.randn(8, 32) * 1e-6]).to(
-        torch.float32
-    )
+    x = torch.cat([torch.randn(64, 32), 1e4 + torch.randn(8, 32), torch.randn(8, 32) * 1e-6])
     parts = CODECS["quantize"].encode(x, spec, torch.tensor([3]))
     decoded = CODECS["quantize"].decode(parts, x.shape, x.dtype, spec)
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
@@ -202,9 +187,7 @@ def _flat(found: dict[str, Tensor]) -> Tensor:
 
 
 def check_rule_6_seeds(case: Case) -> None:
-    """Equal seeds give equal gradients, other seeds and the next forward others; torch's generators stand
-    still.
-    """
+    """Equal seeds give equal gradients, others and the next forward do not; no generator of torch moves."""
     model, x = build(case)
     first, same, other = (converted(model, level=16, seed=seed) for seed in (1, 1, 2))
     one = _flat(step(first, x).gradients)
@@ -219,7 +202,7 @@ def check_rule_7(case: Case) -> None:
     """Inputs of tiny variance or huge scale, at 2 bits: the gradient's error is bounded as for any input."""
     model, x = build(case)
     # Scores of a huge scale leave plain attention and cross-entropy themselves without a gradient.
-    saturates = case.saturates or {"attention", "softmax", "loss"} & set(case.tags)
+    saturates = case.saturates or {"attention", "softmax", "loss"} & set(case.tags.split())
     given = {"as it is": x, "tiny": x * 1e-4, "far from zero": x * 1e-3 + 3, "tiny rows between": _uneven(x)}
     for name, each in given.items() if saturates else (*given.items(), ("huge", x * 1e3)):
         error = relative_error(step(converted(model, level=4), each).gradients, step(model, each).gradients)
@@ -292,7 +275,9 @@ def check_rule_9(case: Case) -> None:
     assert "create_graph" in str(raised.value)
 
 
-def numbers_of(model: nn.Module, x: Tensor, situation: Situation, steps: int = 3) -> list[bool]:
-    """Whether each step's gradient differs from the one before it (their noise does)."""
-    flat = [_flat(step(model, x, situation).gradients) for _ in range(steps)]
-    return [not torch.equal(a, b) for a, b in pairwise(flat)]
+def check_rule_6_in(situation: Situation) -> None:
+    """Each step's gradient differs from the one before it, as their noise does."""
+    model, x = build(case("Linear"), situation)
+    coded = converted(model, level=16)
+    flat = [_flat(step(coded, x, situation).gradients) for _ in range(3)]
+    assert not any(torch.equal(a, b) for a, b in pairwise(flat))

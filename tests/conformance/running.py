@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
-from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
+from tests.builders import conversion
 from tests.conformance.cases import Case, SelfAttention
-
-After = Callable[[Tensor], Tensor]
 
 
 class Lifted(nn.Module):
@@ -50,9 +47,7 @@ def _nothing(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is unusual about a step. `around` calls the layer, `outside` the model, `after` follows the
-    layer.
-    """
+    """What is unusual about a step. `around` calls the layer, `outside` the model, `after` follows it."""
 
     id: str = "train"
     training: bool = True
@@ -63,7 +58,7 @@ class Situation:
     on_batch: bool = False
     non_contiguous: bool = False
     zero_batch: bool = False
-    after: After = _nothing
+    after: Callable[[Tensor], Tensor] = _nothing
     around: Callable[..., Tensor] = _call
     outside: Callable[..., Tensor] = _call
 
@@ -71,10 +66,6 @@ class Situation:
 def _in_place_on_view(y: Tensor) -> Tensor:
     (y[:1] if y.dim() else y.view(1)).mul_(2)
     return y
-
-
-def _function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda h: layer(h) * 1.0
 
 
 _REENTRANT = partial(checkpoint, use_reentrant=True)
@@ -97,13 +88,12 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("in-place-on-a-view-after", after=_in_place_on_view),
     Situation("checkpoint", around=_CHECKPOINT),
     Situation("checkpoint-reentrant", around=_REENTRANT),
-    Situation("checkpoint-function", around=lambda layer, h: _CHECKPOINT(_function(layer), h)),
-    Situation("checkpoint-function-reentrant", around=lambda layer, h: _REENTRANT(_function(layer), h)),
+    Situation("checkpoint-function", around=lambda f, h: _CHECKPOINT(lambda x: f(x) * 1.0, h)),
+    Situation("checkpoint-function-reentrant", around=lambda f, h: _REENTRANT(lambda x: f(x) * 1.0, h)),
     Situation("checkpoint-outside", outside=_CHECKPOINT),
     # Reentrant checkpointing gives gradients only where an input wants one.
     Situation(
-        "checkpoint-outside-reentrant",
-        outside=lambda model, x: _REENTRANT(model, x.detach().requires_grad_()),
+        "checkpoint-outside-reentrant", outside=lambda f, x: _REENTRANT(f, x.detach().requires_grad_())
     ),
 )
 PLAIN = SITUATIONS[0]
@@ -111,9 +101,7 @@ PLAIN = SITUATIONS[0]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gave: the output, every parameter's gradient by name, buffers, and the random state after
-    it.
-    """
+    """Output, gradients by parameter, buffers, and the random state after a step."""
 
     output: Tensor
     gradients: dict[str, Tensor]
@@ -156,23 +144,21 @@ def converted(model: nn.Module, *, level: int = 256, seed: int = 1, **settings: 
 def uncoded(model: nn.Module) -> nn.Module:
     """A converted copy whose functions are ours and keep their tensors as they are."""
     made = converted(model)
-    conversion = conversion_of(made)
-    assert conversion is not None
-    resolve = conversion._resolve
+    inner = conversion(made)
+    resolve = inner._resolve
 
     def raw(layer: str, tag: str, module: str) -> Any:
         spec = resolve(layer, tag, module)
         return None if spec is None else spec._replace(levels=0)
 
-    conversion._resolve = raw  # type: ignore[method-assign]
+    inner._resolve = raw  # type: ignore[method-assign]
     return made
 
 
 def forward(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> Tensor:
     """The model's output in the situation, from a fixed random state."""
     torch.manual_seed(5)
-    context = torch.autocast("cpu", torch.bfloat16) if situation.autocast else nullcontext()
-    with context:
+    with torch.autocast("cpu", torch.bfloat16, enabled=situation.autocast):
         return situation.outside(model, x)
 
 
@@ -207,9 +193,7 @@ def relative_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def saved_bytes(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> int:
-    """Bytes of the storages that were born in a second forward and live for its backward, by the outside
-    meter.
-    """
+    """Bytes that are born in a second forward and live for its backward, by the outside meter."""
     step(model, x, situation)
     model.zero_grad(set_to_none=True)
     with Meter() as meter:

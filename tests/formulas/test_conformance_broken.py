@@ -41,16 +41,6 @@ def _break_codec(patch: Patch, **parts: Callable[..., Any]) -> None:
     patch.setitem(CODECS, "quantize", SimpleNamespace(**{**whole, **parts}))
 
 
-def _with_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Result]:
-    right: Formula = FORMULAS["linear"]
-
-    def forward(*args: Any) -> Result:
-        result = right.forward(*args)
-        return result._replace(output=change(result.output))
-
-    return forward
-
-
 def _slightly_more(output: Tensor) -> Tensor:
     return output * (1 + 2**-20)
 
@@ -60,11 +50,15 @@ def _draws(output: Tensor) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize(
-    "change", [_slightly_more, _draws], ids=["another output", "draws from torch's generator"]
-)
+@pytest.mark.parametrize("change", [_slightly_more, _draws])
 def test_rule_1_catches(monkeypatch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    _break_formula(monkeypatch, "linear", forward=_with_output(change))
+    right: Formula = FORMULAS["linear"]
+
+    def forward(*args: Any) -> Result:
+        result = right.forward(*args)
+        return result._replace(output=change(result.output))
+
+    _break_formula(monkeypatch, "linear", forward=forward)
     with pytest.raises(AssertionError):
         rules.check_rule_1(LINEAR)
 
@@ -99,22 +93,14 @@ def test_rule_2_catches_keeping_for_a_frozen_weight(monkeypatch: Patch) -> None:
 
 def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
     right = storage._packing
-
-    def always(tensor: Tensor, spec: Spec) -> storage.Packing:
-        return right(tensor, spec)._replace(bytes=0, packed=True)
-
-    monkeypatch.setattr(storage, "_packing", always)
+    monkeypatch.setattr(storage, "_packing", lambda *of: right(*of)._replace(bytes=0, packed=True))
     monkeypatch.setattr(storage, "_packings", {})
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(_: Tensor, __: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    return make(*arguments)
-
-
 def test_rule_3_catches_a_copy_for_each(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(storage, "once", _each_by_itself)
+    monkeypatch.setattr(storage, "once", lambda _, __, make, *arguments: make(*arguments))
     monkeypatch.setattr(storage, "filed", lambda *_: None)
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_3_once()
@@ -144,9 +130,8 @@ def test_rule_4_catches_ranges_kept_by_reference(monkeypatch: Patch) -> None:
     def encode(x: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
         data, ranges = quantize.encode(x, spec, key)
         common = shared.setdefault(ranges.shape, ranges)
-        common.data.copy_(
-            ranges
-        )  # as a buffer of a module is written: autograd's version counter sees nothing
+        # As a buffer of a module is written: autograd's version counter sees nothing.
+        common.data.copy_(ranges)
         return [data, common]
 
     _break_codec(monkeypatch, encode=encode)
@@ -172,11 +157,9 @@ def test_rule_5_catches_values_that_wrap(monkeypatch: Patch) -> None:
 
 def test_rule_6_catches_bias(monkeypatch: Patch) -> None:
     def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        half = (
-            parts[1][:, 1].repeat_interleave(spec.group_size)[: torch.Size(shape).numel()].view(tuple(shape))
-            / 2
-        )
-        return quantize.decode(parts, shape, dtype, spec) - half  # rounding down, always
+        steps = parts[1][:, 1].repeat_interleave(spec.group_size)[: torch.Size(shape).numel()]
+        # Rounding down, always.
+        return quantize.decode(parts, shape, dtype, spec) - steps.view(tuple(shape)) / 2
 
     _break_codec(monkeypatch, decode=decode)
     with pytest.raises(AssertionError, match="variance away"):
