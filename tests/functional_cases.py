@@ -56,29 +56,21 @@ def served(function: Callable[..., Any], spec: Spec, *args: Any, **kwargs: Any) 
     return Call("layer", spec, Bare(), function, args, kwargs).run_by(ROUTES[function])
 
 
-def _tensors(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
-    return lambda dtype: [leaf(*shape, dtype=dtype) for shape in shapes]
+def _tensors(*shapes: tuple[int, ...] | str) -> Callable[[torch.dtype], list[Any]]:
+    """Tensors of these shapes; a text stays as it is."""
+    return lambda dtype: [each if isinstance(each, str) else leaf(*each, dtype=dtype) for each in shapes]
 
 
 def _first(shape: tuple[int, ...], *rest: Any) -> Callable[[torch.dtype], list[Any]]:
     return lambda dtype: [leaf(*shape, dtype=dtype), *rest]
 
 
-def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: bool = True) -> Callable[..., list[Any]]:
+def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: int = -1) -> Callable[..., list[Any]]:
+    """Input, weight, bias of as many elements, by default of `w`'s first dimension, and what follows."""
+
     def make(dtype: torch.dtype) -> list[Any]:
         given = [leaf(*x, dtype=dtype), leaf(*w, dtype=dtype, scale=0.3)]
-        return [*given, leaf(w[0], dtype=dtype) if bias else None, *rest]
-
-    return make
-
-
-def _deconv(
-    x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: bool = True
-) -> Callable[..., list[Any]]:
-    def make(dtype: torch.dtype) -> list[Any]:
-        channels = w[1] * (rest[3] if len(rest) > 3 else 1)
-        given = [leaf(*x, dtype=dtype), leaf(*w, dtype=dtype, scale=0.3)]
-        return [*given, leaf(channels, dtype=dtype) if bias else None, *rest]
+        return [*given, leaf(w[0] if bias < 0 else bias, dtype=dtype) if bias else None, *rest]
 
     return make
 
@@ -135,15 +127,12 @@ def _attention(
     return make
 
 
-def _weights(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.rand(count).to(dtype)
-
-
 def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.randint(shape[1], (shape[0], *shape[2:]))
         target.view(-1)[0] = 1  # what `ignore_index=1` ignores
-        return [leaf(*shape, dtype=dtype, scale=2), target, _weights(shape[1], dtype) if weight else None]
+        x, weights = leaf(*shape, dtype=dtype, scale=2), torch.rand(shape[1]).to(dtype)
+        return [x, target, weights if weight else None]
 
     return make
 
@@ -151,7 +140,8 @@ def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
 def _soft(*shape: int, weight: bool = False, wanted: bool = False) -> Callable[..., list[Any]]:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.rand(shape, dtype=torch.float64).softmax(1).to(dtype).requires_grad_(wanted)
-        return [leaf(*shape, dtype=dtype, scale=2), target, _weights(shape[1], dtype) if weight else None]
+        x, weights = leaf(*shape, dtype=dtype, scale=2), torch.rand(shape[1]).to(dtype)
+        return [x, target, weights if weight else None]
 
     return make
 
@@ -165,20 +155,8 @@ def _quotient(a: tuple[int, ...], b: tuple[int, ...]) -> Callable[[torch.dtype],
     return lambda dtype: [leaf(*a, dtype=dtype), *_away(*b, low=0.5)(dtype)]
 
 
-def _times_constant(dtype: torch.dtype) -> list[Any]:
-    return [leaf(5, 40, dtype=dtype), torch.rand(5, 40).to(dtype)]
-
-
 def _chosen(mask: tuple[int, ...], *shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
     return lambda dtype: [torch.rand(mask) > 0.4, *(leaf(*shape, dtype=dtype) for shape in shapes)]
-
-
-def _filled(dtype: torch.dtype) -> list[Any]:
-    return [leaf(4, 5, 40, dtype=dtype), torch.rand(5, 40) > 0.4, -2.0]
-
-
-def _summation(equation: str, *shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
-    return lambda dtype: [equation, *(leaf(*shape, dtype=dtype) for shape in shapes)]
 
 
 def _shares(dtype: torch.dtype, log: bool = False) -> list[Any]:
@@ -210,6 +188,10 @@ def _long_and_short(*shape: int) -> Callable[[torch.dtype], list[Any]]:
 
 
 _sdpa = F.scaled_dot_product_attention
+_CURVES: tuple[Any, ...] = (
+    *(F.gelu, F.relu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.logsigmoid, F.softsign, F.tanhshrink),
+    *(F.selu, F.hardshrink, torch.tanh, torch.exp, torch.square, torch.sin, torch.cos, torch.erf, torch.abs),
+)
 
 CASES: dict[str, Case] = {
     "amax": Case(torch.amax, _tensors((4, 6, 20)), {"dim": -1}),
@@ -243,18 +225,18 @@ CASES: dict[str, Case] = {
     "addmm_scaled": Case(torch.addmm, _tensors((24, 16), (24, 32), (32, 16)), {"beta": 0.5, "alpha": 2.0}),
     "conv1d": Case(F.conv1d, _conv((3, 4, 20), (8, 4, 5), 2, 3, 1)),
     "conv2d": Case(F.conv2d, _conv((3, 4, 9, 8), (8, 2, 3, 3), (2, 1), (1, 2), 1, 2)),
-    "conv2d_dilated": Case(F.conv2d, _conv((3, 4, 9, 8), (8, 4, 3, 3), 1, 2, (2, 1), bias=False)),
+    "conv2d_dilated": Case(F.conv2d, _conv((3, 4, 9, 8), (8, 4, 3, 3), 1, 2, (2, 1), bias=0)),
     "conv2d_same": Case(F.conv2d, _conv((3, 4, 9, 8), (8, 4, 4, 3), 1, "same")),
     "conv2d_valid": Case(F.conv2d, _conv((3, 4, 9, 8), (8, 4, 3, 3), 2, "valid")),
     "conv2d_unbatched": Case(F.conv2d, _conv((4, 9, 8), (8, 4, 3, 3), 1, 1)),
     "conv2d_channels_last": Case(F.conv2d, _channels_last),
     "conv3d": Case(F.conv3d, _conv((2, 3, 5, 6, 7), (4, 3, 2, 3, 3), 1, (1, 0, 1))),
-    "conv_transpose1d": Case(F.conv_transpose1d, _deconv((3, 4, 9), (4, 6, 5), 2, 1, 1, 1, 2)),
+    "conv_transpose1d": Case(F.conv_transpose1d, _conv((3, 4, 9), (4, 6, 5), 2, 1, 1, 1, 2, bias=6)),
     "conv_transpose2d": Case(
-        F.conv_transpose2d, _deconv((3, 4, 5, 6), (4, 3, 3, 2), (2, 3), (1, 0), (0, 2), 2)
+        F.conv_transpose2d, _conv((3, 4, 5, 6), (4, 3, 3, 2), (2, 3), (1, 0), (0, 2), 2, bias=6)
     ),
-    "conv_transpose2d_plain": Case(F.conv_transpose2d, _deconv((4, 5, 6), (4, 3, 3, 2), bias=False)),
-    "conv_transpose3d": Case(F.conv_transpose3d, _deconv((2, 3, 3, 4, 5), (3, 4, 2, 3, 3), 2, 1, 1)),
+    "conv_transpose2d_plain": Case(F.conv_transpose2d, _conv((4, 5, 6), (4, 3, 3, 2), bias=0)),
+    "conv_transpose3d": Case(F.conv_transpose3d, _conv((2, 3, 3, 4, 5), (3, 4, 2, 3, 3), 2, 1, 1, bias=4)),
     "bilinear": Case(F.bilinear, _tensors((4, 6, 32), (4, 6, 16), (8, 32, 16), (8,))),
     "bilinear_vector": Case(F.bilinear, _tensors((32,), (16,), (8, 32, 16))),
     "batch_norm": Case(F.batch_norm, _batch(4, 6, 5, 5, training=True)),
@@ -266,9 +248,7 @@ CASES: dict[str, Case] = {
     "batch_norm_eval_no_affine": Case(F.batch_norm, _batch(4, 6, 5, 5, training=False, affine=False)),
     "layer_norm": Case(F.layer_norm, _norm),
     "layer_norm_no_affine": Case(F.layer_norm, lambda dtype: _norm(dtype)[:2]),
-    "rms_norm": Case(
-        F.rms_norm, lambda dtype: [leaf(6, 5, 32, dtype=dtype, scale=3), (32,), leaf(32, dtype=dtype)]
-    ),
+    "rms_norm": Case(F.rms_norm, lambda dtype: _norm(dtype)[:3]),
     "rms_norm_two_dims": Case(
         torch.rms_norm, lambda dtype: [leaf(6, 5, 32, dtype=dtype), (5, 32), leaf(5, 32, dtype=dtype), 1e-3]
     ),
@@ -281,47 +261,30 @@ CASES: dict[str, Case] = {
     "instance_norm_all": Case(F.instance_norm, _batch(4, 6, 20, training=True)),
     "instance_norm_eval": Case(F.instance_norm, _batch(4, 6, 5, 5, training=False)),
     "instance_norm_3d": Case(F.instance_norm, _batch(3, 6, 4, 3, 2, training=True, running=False)),
-    "gelu": Case(F.gelu, _tensors((5, 40))),
+    **{f.__name__: Case(f, _tensors((5, 41))) for f in _CURVES},
     "gelu_tanh": Case(F.gelu, _tensors((5, 40)), {"approximate": "tanh"}),
-    "relu": Case(F.relu, _tensors((5, 41))),
     "relu_torch": Case(torch.relu, _tensors((5, 41))),
-    "silu": Case(F.silu, _tensors((5, 40))),
-    "mish": Case(F.mish, _tensors((5, 40))),
-    "hardswish": Case(F.hardswish, _tensors((5, 40))),
-    "hardsigmoid": Case(F.hardsigmoid, _tensors((5, 40))),
     "softplus": Case(F.softplus, _tensors((5, 40)), {"beta": 1.5, "threshold": 1.0}),
-    "logsigmoid": Case(F.logsigmoid, _tensors((5, 40))),
-    "softsign": Case(F.softsign, _tensors((5, 40))),
-    "tanhshrink": Case(F.tanhshrink, _tensors((5, 40))),
     "elu": Case(F.elu, _tensors((5, 40)), {"alpha": 0.7}),
-    "selu": Case(F.selu, _tensors((5, 40))),
     "celu": Case(F.celu, _tensors((5, 40)), {"alpha": 0.75}),
-    "tanh": Case(torch.tanh, _tensors((5, 40))),
     "sigmoid_method": Case(Tensor.sigmoid, _tensors((5, 40))),
-    "exp": Case(torch.exp, _tensors((5, 40))),
     "expm1": Case(Tensor.expm1, _tensors((5, 40))),
-    "square": Case(torch.square, _tensors((5, 40))),
     "pow_2": Case(Tensor.pow, _first((5, 40), 2)),
     "pow_3": Case(Tensor.__pow__, _first((5, 40), 3.0)),
     "pow_of_number": Case(torch.pow, lambda dtype: [2.5, leaf(5, 40, dtype=dtype)]),
     "rpow": Case(Tensor.__rpow__, _first((5, 40), 3)),
-    "sin": Case(torch.sin, _tensors((5, 40))),
-    "cos": Case(torch.cos, _tensors((5, 40))),
-    "erf": Case(torch.erf, _tensors((5, 40))),
     "relu6": Case(F.relu6, lambda dtype: [leaf(5, 41, dtype=dtype, scale=8)]),
     "hardtanh": Case(F.hardtanh, _tensors((5, 41)), {"min_val": -0.5, "max_val": 0.7}),
     "leaky_relu": Case(F.leaky_relu, _tensors((5, 41)), {"negative_slope": 0.2}),
     "threshold": Case(F.threshold, _first((5, 41), 0.3, -2.0)),
-    "hardshrink": Case(F.hardshrink, _tensors((5, 41))),
     "softshrink": Case(F.softshrink, _tensors((5, 41)), {"lambd": 0.3}),
     "clamp": Case(torch.clamp, _first((5, 41), -0.5, 0.7)),
     "clamp_min": Case(Tensor.clamp_min, _first((5, 41), 0.1)),
     "clamp_max": Case(Tensor.clamp_max, _first((5, 41), 0.1)),
     "clamp_low": Case(Tensor.clamp, _tensors((5, 41)), {"min": 0.1}),
-    "abs": Case(torch.abs, _tensors((5, 41))),
     "mul": Case(torch.mul, _tensors((5, 40), (5, 40))),
     "mul_repeated": Case(Tensor.mul, _tensors((4, 1, 40), (5, 40))),
-    "mul_constant": Case(torch.mul, _times_constant),
+    "mul_constant": Case(torch.mul, lambda dtype: [leaf(5, 40, dtype=dtype), torch.rand(5, 40).to(dtype)]),
     "div": Case(torch.div, _quotient((5, 40), (5, 40))),
     "div_repeated": Case(Tensor.div, _quotient((4, 5, 40), (4, 5, 1))),
     "addcmul": Case(torch.addcmul, _tensors((40,), (5, 40), (5, 40)), {"value": 0.5}),
@@ -329,13 +292,13 @@ CASES: dict[str, Case] = {
     "glu_first": Case(F.glu, _tensors((6, 5, 8)), {"dim": 0}),
     "where": Case(torch.where, _chosen((5, 40), (5, 40), (5, 40))),
     "where_repeated": Case(torch.where, _chosen((1, 5, 40), (4, 5, 40), (40,))),
-    "masked_fill": Case(Tensor.masked_fill, _filled),
-    "einsum": Case(torch.einsum, _summation("bhid,bhjd->bhij", (2, 3, 5, 16), (2, 3, 7, 16))),
-    "einsum_dots": Case(torch.einsum, _summation("...ij,jk->...ki", (2, 3, 5, 16), (16, 7))),
-    "einsum_implied": Case(torch.einsum, _summation("ij,kj", (5, 16), (7, 16))),
-    "einsum_summed": Case(torch.einsum, _summation("abc,cde->bd", (4, 5, 16), (16, 7, 3))),
-    "einsum_repeated": Case(torch.einsum, _summation("...d,...d->...", (4, 1, 16), (5, 16))),
-    "einsum_outer": Case(torch.einsum, _summation("bi,bj->bij", (4, 16), (4, 15))),
+    "masked_fill": Case(Tensor.masked_fill, _first((4, 5, 40), torch.arange(200).view(5, 40) % 7 < 4, -2.0)),
+    "einsum": Case(torch.einsum, _tensors("bhid,bhjd->bhij", (2, 3, 5, 16), (2, 3, 7, 16))),
+    "einsum_dots": Case(torch.einsum, _tensors("...ij,jk->...ki", (2, 3, 5, 16), (16, 7))),
+    "einsum_implied": Case(torch.einsum, _tensors("ij,kj", (5, 16), (7, 16))),
+    "einsum_summed": Case(torch.einsum, _tensors("abc,cde->bd", (4, 5, 16), (16, 7, 3))),
+    "einsum_repeated": Case(torch.einsum, _tensors("...d,...d->...", (4, 1, 16), (5, 16))),
+    "einsum_outer": Case(torch.einsum, _tensors("bi,bj->bij", (4, 16), (4, 15))),
     "softmax": Case(F.softmax, _tensors((4, 6, 20)), {"dim": -1}),
     "softmax_torch": Case(torch.softmax, _tensors((4, 6, 20)), {"dim": 1}),
     "softmax_method": Case(Tensor.softmax, _tensors((4, 6, 20)), {"dim": 0, "dtype": torch.float64}),

@@ -25,43 +25,30 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "decoded in slices": (nn.Conv2d(16, 16, 3), (8, 16, 16, 16)),
     "unbatched": (nn.Conv3d(4, 8, 3), (4, 16, 16, 16)),
 }
-OTHER_DTYPES = [("3 x 3", torch.bfloat16), ("3 x 3", torch.float64), ("transposed", torch.bfloat16)]
+# Not the transposed one: the place of its input is an expanded scalar, of no layout.
 CHANNELS_LAST = ("3 x 3", "1 x 1", "with stride", "by channel", "same, uneven", "unbatched")
-"""Not the transposed one: the place of its input is an expanded scalar, of no layout."""
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, how) for name in CASES for how in ("", "frozen")),
+        *(("3 x 3", torch.bfloat16), ("3 x 3", torch.float64), ("transposed", torch.bfloat16)),
+        *((name, torch.channels_last) for name in CHANNELS_LAST),
+    ],
+    ids=str,
+)
 def test_gradients_of_input_and_bias_are_bitwise_those_of_pytorch(
-    name: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, how: str | torch.dtype | torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "decoded in slices":
         monkeypatch.setattr("mesa_tune.engine.saved.LARGE", 1)
-    check(name, frozen=frozen)
-
-
-@pytest.mark.parametrize(("name", "dtype"), OTHER_DTYPES, ids=str)
-def test_also_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    check(name, dtype)
-
-
-@pytest.mark.parametrize("name", CHANNELS_LAST)
-def test_also_with_channels_last(name: str) -> None:
-    check(name, layout=torch.channels_last)
-
-
-def check(
-    name: str,
-    dtype: torch.dtype = torch.float32,
-    layout: torch.memory_format = torch.contiguous_format,
-    frozen: bool = False,
-) -> None:
-    """The gradients are bitwise those of the layer before it was converted."""
     module, shape = CASES[name]
+    dtype = how if isinstance(how, torch.dtype) else torch.float32
     model = nn.Sequential(copy.deepcopy(module)).to(dtype)
-    model[0].weight.requires_grad_(not frozen)
+    model[0].weight.requires_grad_(how != "frozen")
     x = torch.randn(shape).to(dtype)
-    x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
+    x = x.contiguous(memory_format=torch.channels_last) if how is torch.channels_last and x.dim() == 4 else x
     plain = _gradients(model, x)
     mt.convert(model, mt.Policy.uniform(level=16), seed=0)
     for expected, gradient in zip(plain, _gradients(model, x), strict=True):
