@@ -162,6 +162,12 @@ def all_plans(space: Space) -> Plans:
     )
 
 
+def consistent(space: Space) -> Iterator[tuple[int, ...]]:
+    """Plans of a small space without modules, by the rule of the space itself: no part of the enumeration."""
+    every = product(*(range(len(unit.choices)) for unit in space.units))
+    return filter(space.is_consistent, every)
+
+
 def units_inside(space: Space, taken: Sequence[int]) -> list[int]:
     """The units inside the taken modules, each as often as a module around it is taken."""
     pairs = zip(space.modules, taken, strict=True)

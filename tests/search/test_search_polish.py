@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.search.linear.polish import polished
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Floats, Limits, Space, make_space
+from tests.builders import known
 from tests.synthetic import COARSE, synthetic_profile
 
 LOSS = "loss.cross_entropy.0"
@@ -20,19 +20,12 @@ LOSS = "loss.cross_entropy.0"
 def _space() -> Space:
     """With a loss that errs in no setting and keeps the tensor that another layer keeps as well."""
     profile = synthetic_profile(1, grid=COARSE, seed=3)
-    layers = tuple(
-        replace(layer, options=tuple(replace(option, errors=(0.0,)) for option in layer.options))
-        if layer.name == LOSS
-        else layer
-        for layer in profile.layers
-    )
-    kept = tuple(
-        replace(item, layers=("sin.0", *item.layers))
-        if item.kind == "plain" and LOSS in item.layers
-        else item
-        for item in profile.timeline.kept
-    )
-    assert SavedSpan("plain", ("sin.0", LOSS), (0, 0), 1, 0, 0).layers in [item.layers for item in kept]
+    loss = profile.layer(LOSS)
+    right = replace(loss, options=tuple(replace(option, errors=(0.0,)) for option in loss.options))
+    layers = tuple(right if layer is loss else layer for layer in profile.layers)
+    (own,) = (item for item in profile.timeline.kept if item.kind == "plain" and LOSS in item.layers)
+    shared = replace(own, layers=("sin.0", *own.layers))
+    kept = tuple(shared if item is own else item for item in profile.timeline.kept)
     return make_space(replace(profile, layers=layers, timeline=replace(profile.timeline, kept=kept)))
 
 
@@ -82,7 +75,6 @@ def test_solutions_cannot_be_polished_further(space: Space) -> None:
     peaks = np.linspace(int(program.smallest_peak(Limits()).cost), int(program.rows.plain_live.max()), 9)  # type: ignore[union-attr]
     for peak in peaks:
         limits = Limits(int(peak))
-        solved = program.solve(limits)
-        assert solved is not None
+        solved = known(program.solve(limits))
         everything = np.ones(len(program.errors), dtype=bool)
         assert polished(space, limits, solved.chosen, program.errors, everything) == solved.chosen

@@ -9,7 +9,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search import objectives
+from mesa_tune.search import objectives, search_policy
 from mesa_tune.search.batch_sizes import most_samples
 from mesa_tune.search.frontier import pareto
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
@@ -18,7 +18,7 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import AS_FAST, Program
 from mesa_tune.search.steps import solved_best, steps
-from tests.builders import language_workload
+from tests.builders import known, language_workload
 
 LOSS = "loss.cross_entropy.0"
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
@@ -34,16 +34,14 @@ def slices(policy: mt.Policy) -> int:
     return policy.settings("loss", 0, LOSS).tile
 
 
-def smallest(profile: Profile, **limits: object) -> mt.Plan:
-    found: mt.Plan = mt.search_policy(
-        profile,
-        objective="memory",
-        trials=0,
-        max_slowdown=9.0,
-        max_noise_ratio=UNLIMITED,
-        **limits,  # type: ignore[arg-type]
-    )
-    return found
+def smallest(profile: Profile, **limits: Any) -> mt.Plan:
+    asked: dict[str, Any] = {
+        "objective": "memory",
+        "trials": 0,
+        "max_slowdown": 9.0,
+        "max_noise_ratio": UNLIMITED,
+    }
+    return search_policy(profile, **asked, **limits)
 
 
 def test_the_smallest_step_has_slices_and_the_bytes_that_were_predicted(profile: Profile) -> None:
@@ -74,33 +72,20 @@ def test_a_pin_can_ask_for_the_slices_that_were_traced(profile: Profile) -> None
 @pytest.mark.parametrize("objective", ["time", "error"])
 @pytest.mark.parametrize("budget", ["75%", "85%", "95%"])
 def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str, objective: str) -> None:
-    def solved(**limits: object) -> mt.Plan:
-        found: mt.Plan = mt.search_policy(
-            profile,
-            budget,
-            objective=objective,
-            trials=0,
-            max_noise_ratio=UNLIMITED,
-            **limits,  # type: ignore[arg-type]
-        )
-        return found
+    def cost(**limits: Any) -> float:
+        asked: dict[str, Any] = {"objective": objective, "trials": 0, "max_noise_ratio": UNLIMITED}
+        predicted = search_policy(profile, budget, **asked, **limits).predicted
+        return known(predicted.step_ms if objective == "time" else predicted.gradient_error)
 
-    def cost(plan: mt.Plan) -> float:
-        value = plan.predicted.step_ms if objective == "time" else plan.predicted.gradient_error
-        assert value is not None
-        return value
-
-    sliced = {"pins": {LOSS: mt.LayerSettings(store="exact", tile=8)}}
-    both = solved()
-    assert cost(both) == pytest.approx(min(cost(solved(forbid=["tile"])), cost(solved(**sliced))))
+    sliced = {LOSS: mt.LayerSettings(store="exact", tile=8)}
+    assert cost() == pytest.approx(min(cost(forbid=["tile"]), cost(pins=sliced)))
 
 
 def test_what_error_costs_is_no_gap_between_the_better_of_both_steps_and_the_bound(profile: Profile) -> None:
     summed = replace(profile, overlap_ms=0.0)
     plan = mt.search_policy(summed, "85%", objective="time", trials=0, max_noise_ratio=0.5)
     assert plan.gap < 2e-3, "both steps are solved to the end"
-    step_ms = plan.predicted.step_ms
-    assert step_ms is not None
+    step_ms = known(plan.predicted.step_ms)
     assert plan.bound <= step_ms <= 1.002 * plan.bound + AS_FAST * step_ms
 
 
@@ -114,13 +99,10 @@ def test_a_step_whose_time_was_up_proves_nothing_and_hides_no_plan(
         return objectives.solve(profile, program, *asked)
 
     possible = steps(profile, profile.batch_size, {}, NO_RESTRICTIONS)
-    lowest = possible[1].program.smallest_peak(Limits())
-    assert lowest is not None
+    lowest = known(possible[1].program.smallest_peak(Limits()))
     asked = profile, possible, Limits(int(1.05 * lowest.cost)), objective, 9.0, Deadline()
     monkeypatch.setattr("mesa_tune.search.steps.solve", solve)
-    best = solved_best(*asked)
-    assert best is not None
-    step, solved = best
+    step, solved = known(solved_best(*asked))
     assert step.sliced
     floor = possible[0].program.space.base_ms if least is None else least
     assert solved.least <= floor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,9 @@ from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
-from tests.synthetic import COARSE, is_sorted, synthetic_profile
-
-
-def everything(space: Space) -> Iterator[tuple[int, ...]]:
-    yield from product(*(range(len(unit.choices)) for unit in space.units))
+from tests.builders import known
+from tests.search.random_spaces import consistent
+from tests.synthetic import COARSE, deriving, is_sorted, synthetic_profile
 
 
 @pytest.fixture(scope="module", name="profile")
@@ -50,9 +47,12 @@ def test_sharers_are_tied_by_the_timeline_alone(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [8, 5, 21])
-def test_the_space_adds_up_to_the_timeline(profile: Profile, batch_size: int) -> None:
+@pytest.mark.parametrize("derives", [False, True], ids=["stores", "derives"])
+def test_the_space_adds_up_to_the_timeline(profile: Profile, derives: bool, batch_size: int) -> None:
+    profile = deriving(profile, 3.0) if derives else profile
     space = make_space(profile, batch_size)
-    for chosen in list(everything(space))[::37]:
+    assert bool(space.clusters) is derives
+    for chosen in list(consistent(space))[::37]:
         assignment = space.assignment(chosen)
         assert space.live(chosen).tolist() == profile.timeline.live(assignment, batch_size).tolist()
         predicted = profile.predict_assignment(assignment, batch_size=batch_size)
@@ -70,16 +70,14 @@ def test_a_storage_of_compressed_layers_is_paid_while_one_compresses(profile: Pr
     program = Program(make_space(masked))
     space = program.space
     assert [link.saved for link in space.links if not link.exact] == [9000]
-    plans = list(everything(space))
+    plans = list(consistent(space))
     for chosen in plans[::37]:
         assert space.saved(chosen) == masked.timeline.saved_bytes(space.assignment(chosen))
         assert space.live(chosen).tolist() == masked.timeline.live(space.assignment(chosen)).tolist()
     for limit in (0.97, 0.8, 0.5):
         saved = int(limit * profile.saved_bytes)
         within = [space.error(chosen) for chosen in plans if space.saved(chosen) <= saved]
-        solved = program.solve(Limits(saved=saved))
-        assert solved is not None
-        assert solved.cost == pytest.approx(min(within))
+        assert known(program.solve(Limits(saved=saved))).cost == pytest.approx(min(within))
 
 
 def test_dropped_choices_never_matter(profile: Profile) -> None:
@@ -95,10 +93,8 @@ def test_a_layer_with_nothing_to_win_stays_exact(space: Space) -> None:
     assert [choice.settings for choice in unit.choices] == [EXACT]
 
 
-def limits_between(space: Space, count: int) -> Iterator[Limits]:
-    peaks = sorted(int(space.live(chosen).max()) for chosen in everything(space))
-    saved = sorted(space.saved(chosen) for chosen in everything(space))
-    for place, peak in enumerate(np.linspace(peaks[0], peaks[-1], count, dtype=int)):
+def limits_between(space: Space, peaks: Sequence[int], saved: Sequence[int]) -> Iterator[Limits]:
+    for place, peak in enumerate(np.linspace(peaks[0], peaks[-1], 12, dtype=int)):
         yield Limits(
             int(peak),
             saved[len(saved) // 3] if place % 2 else None,
@@ -106,17 +102,28 @@ def limits_between(space: Space, count: int) -> Iterator[Limits]:
         )
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
-def test_solutions_are_those_of_brute_force(seed: int) -> None:
-    space = make_space(synthetic_profile(1, grid=COARSE, seed=seed))
+@pytest.mark.parametrize(
+    ("seed", "factor"), [(3, None), (4, None), (5, None), (4, 0.5), (4, 3.0), (4, 100.0)], ids=str
+)
+def test_solutions_are_those_of_brute_force(seed: int, factor: float | None) -> None:
+    """Of a profile in which nothing derives, and where it does, with `factor` times the error."""
+    profile = synthetic_profile(1, grid=COARSE, seed=seed)
+    space = make_space(profile if factor is None else deriving(profile, factor))
     program = Program(space)
+    lowest = known(program.smallest_peak(Limits()))
+    plans = list(consistent(space))
+    peaks = sorted(int(space.live(chosen).max()) for chosen in plans)
+    saved = sorted(map(space.saved, plans))
+    assert (lowest.cost, program.smallest_saved()) == (peaks[0], saved[0])
+    assert lowest.bound == pytest.approx(lowest.cost)
     compared = 0
-    for limits in limits_between(space, 12):
-        errors = [space.error(chosen) for chosen in everything(space) if limits.allow(space, chosen)]
+    for limits in limits_between(space, peaks, saved):
+        errors = [space.error(chosen) for chosen in plans if limits.allow(space, chosen)]
         solved = program.solve(limits)
         assert (solved is None) is (not errors)
         if solved is None:
             continue
+        assert space.is_consistent(solved.chosen)
         assert limits.allow(space, solved.chosen)
         assert solved.cost == pytest.approx(min(errors), rel=1e-6)
         assert solved.cost == pytest.approx(space.error(solved.chosen))
@@ -126,38 +133,26 @@ def test_solutions_are_those_of_brute_force(seed: int) -> None:
     assert compared >= 6
 
 
-def test_reachable_minima_are_those_of_brute_force(space: Space) -> None:
+def test_minima_are_reached_and_nothing_below_them(space: Space) -> None:
     program = Program(space)
-    lowest = program.smallest_peak(Limits())
-    assert lowest is not None
-    assert lowest.cost == min(int(space.live(chosen).max()) for chosen in everything(space))
-    assert lowest.bound == pytest.approx(lowest.cost)
-    assert program.smallest_saved() == min(space.saved(chosen) for chosen in everything(space))
+    lowest = int(known(program.smallest_peak(Limits())).cost)
+    assert program.solve(Limits(lowest)) is not None
+    assert program.solve(Limits(lowest - 1)) is None
+    assert program.solve(Limits(saved=0)) is None
     saved = program.smallest_saved() + 1000
-    inside = [chosen for chosen in everything(space) if space.saved(chosen) <= saved]
-    bounded = program.smallest_peak(Limits(saved=saved))
-    assert bounded is not None
+    inside = [chosen for chosen in consistent(space) if space.saved(chosen) <= saved]
+    bounded = known(program.smallest_peak(Limits(saved=saved)))
     assert bounded.cost == min(int(space.live(chosen).max()) for chosen in inside)
-
-
-def test_the_smallest_peak_itself_is_a_budget_that_is_met(space: Space) -> None:
-    program = Program(space)
-    lowest = program.smallest_peak(Limits())
-    assert lowest is not None
-    assert program.solve(Limits(int(lowest.cost))) is not None
-    assert program.solve(Limits(int(lowest.cost) - 1)) is None
 
 
 def test_every_slot_of_a_large_step_keeps_the_budget() -> None:
     profile = synthetic_profile(8)
     program = Program(make_space(profile))
-    lowest = program.smallest_peak(Limits())
-    assert lowest is not None
+    lowest = known(program.smallest_peak(Limits())).cost
     costs = []
     for part in (0.1, 0.4, 0.7):
-        budget = int(lowest.cost + part * (profile.peak_bytes - lowest.cost))
-        solved = program.solve(Limits(budget))
-        assert solved is not None
+        budget = int(lowest + part * (profile.peak_bytes - lowest))
+        solved = known(program.solve(Limits(budget)))
         assert profile.timeline.live(program.space.assignment(solved.chosen)).max() <= budget
         assert solved.bound <= solved.cost
         assert solved.gap < 1e-4
@@ -165,24 +160,17 @@ def test_every_slot_of_a_large_step_keeps_the_budget() -> None:
     assert is_sorted(costs)
 
 
-def test_no_saved_bytes_are_a_limit_too(space: Space) -> None:
-    assert Program(space).solve(Limits(saved=0)) is None
-
-
 def test_errors_of_any_scale_give_the_same_plan(profile: Profile, space: Space) -> None:
     program = Program(space)
     limits = Limits((profile.peak_bytes * 6) // 10)
-    solved, tiny = program.solve(limits), program.solve(limits, program.errors * 1e-9)
-    assert solved is not None
-    assert tiny is not None
-    assert tiny.chosen == solved.chosen
+    tiny = known(program.solve(limits, program.errors * 1e-9))
+    assert tiny.chosen == known(program.solve(limits)).chosen
 
 
 def test_only_allowed_choices_are_taken(profile: Profile, space: Space) -> None:
     program = Program(space)
     allowed = np.concatenate([np.arange(len(unit.choices)) == 0 for unit in space.units])
-    solved = program.solve(Limits(profile.peak_bytes), allowed=allowed)
-    assert solved is not None
+    solved = known(program.solve(Limits(profile.peak_bytes), allowed=allowed))
     assert set(solved.chosen) == {0}
 
 
@@ -214,9 +202,7 @@ def test_without_limits_everything_is_exact_at_the_first_attempt(
         return milp(*args, **kwargs)
 
     monkeypatch.setattr(scipy.optimize, "milp", counted)
-    solved = Program(space).solve(Limits())
-    assert solved is not None
-    assert solved.cost == 0
+    assert known(Program(space).solve(Limits())).cost == 0
     assert len(calls) == 2  # in fractions, then whole
 
 
