@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +40,16 @@ def workload(
     """A workload on the CPU: a ViT that classifies 24 tokens, except for what is given."""
     made = (model or ViT, batch or images, loss or cross_entropy)
     return mt.Workload(*made, batch_size=batch_size, **{"device": "cpu", **options})
+
+
+def of_benchmarks(name: str) -> Any:
+    """A module of the benchmarks, which are no package."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 def language_workload() -> mt.Workload:

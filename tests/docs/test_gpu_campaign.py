@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,32 +11,19 @@ from typing import Any
 
 import pytest
 
+from tests.builders import of_benchmarks
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def module(name: str) -> Any:
-    """A module of the benchmarks, which are no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module", name="gpu")
 def _gpu() -> Iterator[Any]:
     """The campaign. It adds a model to those of the benchmarks, which other tests do not expect."""
-    models = module("zoo").ZOO
+    models = of_benchmarks("zoo").ZOO
     known = set(models)
-    yield module("gpu")
+    yield of_benchmarks("gpu")
     for name in models.keys() - known:
         del models[name]
-
-
-@pytest.fixture(scope="module", name="page")
-def _page() -> Any:
-    """What writes the page."""
-    return module("gpu_page")
 
 
 def command(*options: str) -> list[str]:
@@ -80,7 +66,8 @@ def test_units_run_at_small_sizes_and_a_second_run_goes_on(
     assert 0 < promised["plain"]["promised"] < promised["uniform 4 bits"]["promised"]
 
 
-def test_the_page_shows_what_ran_on_a_gpu_alone(page: Any) -> None:
+def test_the_page_shows_what_ran_on_a_gpu_alone() -> None:
+    page = of_benchmarks("gpu_page")
     head = {"date": "2026-11-26", "hardware": {"gpu": "NVIDIA X"}, "versions": {"torch": "2.13"}}
     line = {"unit": "step gpt2", "device": "cuda", "small": False, **head}
     rows = {"plain": {"ms": 12.345, "allocated": 3_000_000_000}, "searched": {"ms": 13.0, "error": None}}

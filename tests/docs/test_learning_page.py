@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mesa_tune as mt
+from tests.builders import of_benchmarks
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+PAGE, TASKS = of_benchmarks("learning_page"), of_benchmarks("learning_tasks")
 PLAIN = (2.0, 2.1, 1.9)
-
-
-@pytest.fixture(scope="module", name="bench")
-def _bench() -> Any:
-    """The benchmark's modules, which are no package."""
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        names = ("learning_page", "learning_tasks")
-        return type("Bench", (), {name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(BENCHMARKS)
 
 
 def lines(scores: tuple[float, ...], *, code: str = "new", **other: Any) -> list[dict[str, Any]]:
@@ -48,10 +35,10 @@ def changed(*percent: float) -> tuple[float, ...]:
     return tuple(score * (1 + change / 100) for score, change in zip(PLAIN, percent, strict=True))
 
 
-def test_a_row_has_the_paired_interval_of_the_latest_code(bench: Any) -> None:
+def test_a_row_has_the_paired_interval_of_the_latest_code() -> None:
     # Differences of 0.1, 0.2 and 0.3 %: mean 0.2, deviation 0.1, and t is 4.303 for 2 degrees of freedom.
     old, new = lines(changed(9, 9, 9), code="old"), lines(changed(0.1, 0.2, 0.3))
-    page = bench.learning_page.page([*old, *new])
+    page = PAGE.page([*old, *new])
     cells = "0.09 | 0.012 | 0.06 (≤ 0.07) | 3 | 2.004 | +0.20 (-0.05 … +0.45) | yes | yes"
     assert f"| smallest | 25% | 12% | – | {cells} |" in page
     assert "| plain | 100% | 50% | 1.00 | – | – | – | 3 | 2.000 | – | – | – |" in page
@@ -68,27 +55,27 @@ def test_a_row_has_the_paired_interval_of_the_latest_code(bench: Any) -> None:
         ((3, 3.1, 3.2), "different from plain"),
     ],
 )
-def test_an_interval_is_put_in_words(bench: Any, percent: tuple[float, ...], verdict: str) -> None:
-    page = bench.learning_page.page(lines(changed(*percent)))
+def test_an_interval_is_put_in_words(percent: tuple[float, ...], verdict: str) -> None:
+    page = PAGE.page(lines(changed(*percent)))
     ratios = "noise ratio 0.09 predicted, at most 0.07 measured"
     assert f"* text, smallest: {ratios}. Learns **{verdict}**." in page
 
 
-def test_the_largest_ratio_of_all_trainings_is_said(bench: Any) -> None:
-    assert "at most 0.2 measured" in bench.learning_page.page(lines(changed(0, 1, 2), at_end=0.2))
+def test_the_largest_ratio_of_all_trainings_is_said() -> None:
+    assert "at most 0.2 measured" in PAGE.page(lines(changed(0, 1, 2), at_end=0.2))
 
 
-def test_trainings_with_other_batches_are_no_pair(bench: Any) -> None:
+def test_trainings_with_other_batches_are_no_pair() -> None:
     with pytest.raises(ValueError, match="smallest, seed 0: not the batches"):
-        bench.learning_page.page(lines(changed(0, 1, 2), drawn=0.9))
+        PAGE.page(lines(changed(0, 1, 2), drawn=0.9))
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])
-def test_a_seed_has_the_same_batches_under_a_policy(bench: Any, name: str) -> None:
-    task = bench.learning_tasks.TASKS[name]._replace(steps=3)
-    plain = bench.learning_tasks.train(task, None, 1)
-    rounded = bench.learning_tasks.train(task, mt.Policy.uniform(level=4), 1)
-    other = bench.learning_tasks.train(task, None, 2)
+def test_a_seed_has_the_same_batches_under_a_policy(name: str) -> None:
+    task = TASKS.TASKS[name]._replace(steps=3)
+    plain = TASKS.train(task, None, 1)
+    rounded = TASKS.train(task, mt.Policy.uniform(level=4), 1)
+    other = TASKS.train(task, None, 2)
     assert rounded.drawn == plain.drawn != other.drawn
     before, after = (next(trained.model.parameters()) for trained in (plain, rounded))
     assert not torch.equal(before, after)
@@ -98,8 +85,8 @@ def test_a_seed_has_the_same_batches_under_a_policy(bench: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_the_search_is_shown_beside_rivals_of_the_same_bytes(bench: Any, better: bool) -> None:
-    names = bench.learning_page.SEARCHED_AT, bench.learning_page.GREEDY_AT
+def test_the_search_is_shown_beside_rivals_of_the_same_bytes(better: bool) -> None:
+    names = PAGE.SEARCHED_AT, PAGE.GREEDY_AT
     searched, rival = names if better else reversed(names)
     made = []
     for label, scores in ((searched, PLAIN), (rival, changed(0.9, 1.0, 1.1))):
@@ -107,5 +94,5 @@ def test_the_search_is_shown_beside_rivals_of_the_same_bytes(bench: Any, better:
         made += [{**line, "policy": label, "step": 1.5} for line in rows]
     amount = "+0.99 (+0.75 … +1.23) | yes" if better else "-1.00 (-1.25 … -0.75) | yes, worse"
     row = f"| text | any step | greedy | 3 | {amount} | 1.50 and 1.50 |"
-    assert row in bench.learning_page.page([*lines(PLAIN), *made])
-    assert "| any step |" not in bench.learning_page.page([*lines(PLAIN), *made[:1]])
+    assert row in PAGE.page([*lines(PLAIN), *made])
+    assert "| any step |" not in PAGE.page([*lines(PLAIN), *made[:1]])

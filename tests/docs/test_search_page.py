@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.builders import of_benchmarks
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-
-
-@pytest.fixture(scope="module", name="page")
-def _page() -> Any:
-    """The benchmark's module, which is in no package."""
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        return importlib.import_module("search_page")
-    finally:
-        sys.path.remove(BENCHMARKS)
+PAGE = of_benchmarks("search_page")
 
 
 def row(peak: float, noise: float, step: float, beside: tuple[float, float, float]) -> dict[str, Any]:
-    return {
-        "peak": peak * 1e6,
-        "with workspaces": (peak + 2) * 1e6,
-        "noise ratio": noise,
-        "step": (step, step, step),
-        "of searched": beside,
-    }
+    sizes = {"peak": peak * 1e6, "with workspaces": (peak + 2) * 1e6}
+    return {**sizes, "noise ratio": noise, "step": (step, step, step), "of searched": beside}
 
 
 def line(limit: float | None, **rivals: dict[str, Any]) -> dict[str, Any]:
     """Return a result with a searched plan of 50 MB, 2 more with workspaces, 20 static."""
     own = {"plain": row(100, 0, 1, (0.9, 0.9, 0.9)), "searched": row(50, 0.05, 1.1, (1, 1, 1))}
-    return {
-        "model": "gpt",
-        "title": "GPT",
-        "batch size": 4,
-        "cell": "smallest" if limit is None else "midway",
-        "limit": limit and limit * 1e6,
-        "static with gradients": 20e6,
-        "floor": 41e6,
-        "rows": {**own, **rivals},
-        "won": "nothing",
-        "command": "python benchmarks/search.py",
-        "gap": 0.001,
-        "predicted ms": [11.0, 11.0],
-        "plain ms": 10.0,
-    }
+    title = {"model": "gpt", "title": "GPT", "batch size": 4, "command": "python benchmarks/search.py"}
+    cell = {"cell": "smallest" if limit is None else "midway", "limit": limit and limit * 1e6}
+    found = {"won": "nothing", "gap": 0.001, "predicted ms": [11.0, 11.0], "plain ms": 10.0}
+    sizes = {"static with gradients": 20e6, "floor": 41e6}
+    return {**title, **cell, **found, **sizes, "rows": {**own, **rivals}}
 
 
-def test_only_ways_within_limit_and_ratio_can_be_faster(page: Any) -> None:
+def test_only_ways_within_limit_and_ratio_can_be_faster() -> None:
     result = line(
         50,
         faster=row(50, 0, 1.0, (0.9, 0.88, 0.95)),
@@ -60,8 +32,8 @@ def test_only_ways_within_limit_and_ratio_can_be_faster(page: Any) -> None:
         noisy=row(50, 0.2, 1.0, (0.9, 0.88, 0.95)),
         large=row(60, 0, 1.0, (0.9, 0.88, 0.95)),
     )
-    assert page.faster(result) == ["faster"]
-    text = page.page([result])
+    assert PAGE.faster(result) == ["faster"]
+    text = PAGE.page([result])
     assert "In 0 of 1 cells no rival that fits is faster.\n  Faster: GPT, midway: faster." in text
     assert "| (noisy) | 60" not in text
     assert "| (noisy) |" in text
@@ -71,8 +43,8 @@ def test_only_ways_within_limit_and_ratio_can_be_faster(page: Any) -> None:
     assert f"takes 1.100 times plain's, and {added}" in text
 
 
-def test_the_smallest_plan_is_compared_by_activations(page: Any) -> None:
-    text = page.page([line(None, uniform=row(60, 0.09, 1.2, (1, 1, 1)), noisy=row(30, 0.3, 1.2, (1, 1, 1)))])
+def test_the_smallest_plan_is_compared_by_activations() -> None:
+    text = PAGE.page([line(None, uniform=row(60, 0.09, 1.2, (1, 1, 1)), noisy=row(30, 0.3, 1.2, (1, 1, 1)))])
     activations = "0.76 of the best rival's activations (uniform); no policy has less than 0.50"
     assert f"* GPT, batch 4, smallest: {activations}." in text
     assert "In 0 of 0 cells" in text
