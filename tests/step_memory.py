@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
@@ -26,9 +27,13 @@ def tokens(n: int) -> Tensor:
     return torch.randn(n, 20, WIDTH)
 
 
-def squares(model: nn.Module, x: Any) -> Tensor:
+def squares(model: Callable[..., Any], x: Any) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss
+
+
+def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def ids(n: int) -> Tensor:
@@ -38,14 +43,14 @@ def ids(n: int) -> Tensor:
 class Composed(nn.Module):
     """Parts by name, and a forward that is a function of the module and its input."""
 
-    def __init__(self, function: Callable[[Any, Any], Any], **parts: Any) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any] | None = None, **parts: Any) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():
             setattr(self, name, part)
 
     def forward(self, x: Any) -> Any:
-        return self.function(self, x)
+        return self.function(self, x) if self.function else None
 
 
 def swept(cases: Iterable[Any], names: Collection[str]) -> list[Any]:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.profiler.memory.meter import Meter, StepMemory, bytes_of, measure_step, tensors_in
+from tests.step_memory import squares
 
 KB = 1024
 
@@ -19,23 +21,12 @@ def floats(count: int = 256) -> Tensor:
     return torch.zeros(count)
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Two layers whose kept tensors are known: GELU keeps its input, the second layer GELU's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 64)
-        self.second = nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(x)))  # type: ignore[no-any-return]
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
 
 
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()  # type: ignore[no-any-return]
-
-
-def measured(model: nn.Module, batch: Any, loss: Any = mean_square, momentum: float = 0.0) -> StepMemory:
+def measured(model: nn.Module, batch: Any, loss: Any = squares, momentum: float = 0.0) -> StepMemory:
     return measure_step(model, batch, loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
 
 
@@ -47,13 +38,7 @@ class TestMeter:
             del a
             assert meter.live_bytes == KB
             assert meter.high_water == 2 * KB
-            del b
-        assert meter.live_bytes == 0
-
-    def test_counts_deaths_after_it_was_left(self) -> None:
-        with Meter() as meter:
-            a = floats()
-        del a
+        del b  # after the meter was left
         assert meter.live_bytes == 0
 
     def test_counts_memory_that_is_freed_and_taken_again_under_a_living_tensor(self) -> None:
@@ -154,9 +139,8 @@ class TestMeter:
 
 class TestStep:
     def test_saved_are_the_two_hidden_tensors(self) -> None:
-        memory = measured(Net(), torch.randn(8, 32))
-        hidden, output = 8 * 64 * 4, 8 * 16 * 4
-        assert memory.saved_bytes == 2 * hidden + output
+        memory = measured(net(), torch.randn(8, 32))
+        assert memory.saved_bytes == 2 * 8 * 64 * 4 + 8 * 16 * 4  # and the output
 
     def test_static_counts_weights_buffers_batch_and_momentum(self) -> None:
         model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64))
@@ -165,20 +149,13 @@ class TestStep:
         assert measured(model, torch.randn(8, 32), momentum=0.9).static_bytes == 2 * weights + buffers + batch
 
     def test_peak_holds_static_gradients_and_saved(self) -> None:
-        memory = measured(Net(), torch.randn(256, 32), momentum=0.9)
-        assert memory.peak_bytes > memory.static_bytes + memory.saved_bytes
-        assert memory.peak_bytes < memory.static_bytes + 3 * memory.saved_bytes
+        memory = measured(net(), torch.randn(256, 32), momentum=0.9)
+        assert memory.saved_bytes < memory.peak_bytes - memory.static_bytes < 3 * memory.saved_bytes
 
     def test_peak_of_a_step_counted_by_hand(self) -> None:
         model = nn.Linear(1024, 1, bias=False)
-
-        def loss(model: nn.Module, batch: Tensor) -> Tensor:
-            return model(batch).sum()  # type: ignore[no-any-return]
-
-        memory = measured(model, torch.ones(1, 1024))
-        assert memory.static_bytes == 2 * 4 * KB
-        memory = measured(model, torch.ones(1, 1024), loss)
-        assert memory.saved_bytes == 0
+        memory = measured(model, torch.ones(1, 1024), lambda model, batch: model(batch).sum())
+        assert (memory.static_bytes, memory.saved_bytes) == (2 * 4 * KB, 0)
         # The weight's gradient, as large as the weight, beside a few scalars.
         assert 0 <= memory.peak_bytes - 3 * 4 * KB <= 64
 
@@ -188,14 +165,12 @@ class TestStep:
         def loss(model: nn.Module, batch: Tensor) -> Tensor:
             if not pool:
                 pool.append(floats(1000))
-            return mean_square(model, batch)
+            return squares(model, batch)
 
-        plain = measured(Net(), torch.randn(8, 32)).saved_bytes
-        assert measured(Net(), torch.randn(8, 32), loss).saved_bytes == plain + 4000
+        plain = measured(net(), torch.randn(8, 32)).saved_bytes
+        assert measured(net(), torch.randn(8, 32), loss).saved_bytes == plain + 4000
 
     def test_checkpointing_saves_less_and_peaks_lower(self) -> None:
-        from torch.utils.checkpoint import checkpoint
-
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
         def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -212,7 +187,7 @@ class TestStep:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_peak_leaves_out_what_others_hold() -> None:
-    model, batch = Net().cuda(), torch.randn(4096, 32, device="cuda")
+    model, batch = net().cuda(), torch.randn(4096, 32, device="cuda")
     alone = measured(model, batch)
     other = torch.zeros(10_000_000, device="cuda")
     assert measured(model, batch).peak_bytes == pytest.approx(alone.peak_bytes, rel=0.01)
