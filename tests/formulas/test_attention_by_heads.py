@@ -44,6 +44,11 @@ def fewer_queries(x: Tensor) -> Any:
     return q[:, :, :11].contiguous(), k, v
 
 
+def grouped(x: Tensor) -> Any:
+    q, k, v = of_their_own(x)
+    return q, k[:, : HEADS // 2], v[:, : HEADS // 2]
+
+
 SPLITS = {"one": of_one_tensor, "own": of_their_own, "oblong": fewer_queries}
 
 
@@ -59,18 +64,14 @@ def gradients(
     monkeypatch.setattr(attention_by_heads, "_NATIVE", by_heads)
     torch.manual_seed(1)
     x = torch.randn(BATCH, tokens, HEADS * WIDTH, requires_grad=True)
-    for parameter in block.parameters():
-        parameter.grad = None
+    block.zero_grad()
     if level is not None:
         mt.convert(block, mt.Policy.uniform(level=level), seed=1, min_elements=0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         y = block(x)
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     mt.revert(block)
-    assert x.grad is not None
-    return torch.cat(
-        [x.grad.flatten(), *(p.grad.flatten() for p in block.parameters() if p.grad is not None)]
-    )
+    return torch.cat([each.grad.flatten() for each in (x, *block.parameters()) if each.grad is not None])
 
 
 def shuts_a_row() -> Tensor:
@@ -85,8 +86,6 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
     "bool": lambda: {"attn_mask": shuts_a_row()},
     "float": lambda: {"attn_mask": torch.randn(HEADS, 1, TOKENS)},
 }
-
-
 PAIRS = [(name, mask) for name in SPLITS for mask in MASKS if (name, mask) != ("oblong", "bool")]
 
 
@@ -148,13 +147,8 @@ UNSERVED: dict[str, Callable[[], ProjectedAttention]] = {
     "a mask that wants a gradient": lambda: ProjectedAttention(
         of_their_own, attn_mask=torch.zeros(TOKENS, TOKENS, requires_grad=True)
     ),
-    "fewer heads than threads": lambda: ProjectedAttention(
-        lambda x: [part[:1, :1] for part in of_their_own(x)]
-    ),
-    "grouped heads": lambda: ProjectedAttention(
-        lambda x: [part[:, : HEADS // (1 + min(place, 1))] for place, part in enumerate(of_their_own(x))],
-        enable_gqa=True,
-    ),
+    "fewer heads than threads": lambda: ProjectedAttention(lambda x: [h[:1, :1] for h in of_their_own(x)]),
+    "grouped heads": lambda: ProjectedAttention(grouped, enable_gqa=True),
 }
 
 

@@ -16,6 +16,7 @@ from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import JointError
 from tests.builders import workload
+from tests.conformance.running import relative_error, step
 from tests.functional_cases import EIGHT, Bare
 
 
@@ -54,13 +55,6 @@ def _inputs(width: int) -> dict[str, Tensor]:
     return {"normal": x, "class token at zero": token, "uneven rows": uneven, "small": x * 1e-3}
 
 
-def _gradient(model: nn.Module, x: Tensor) -> Tensor:
-    model.zero_grad()
-    y = model(x)
-    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
-    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
-
-
 @pytest.mark.parametrize(
     ("norm", "width"),
     [
@@ -73,12 +67,11 @@ def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
     torch.manual_seed(0)
     plain = Lifted(norm(width), 24, width)
     for name, x in _inputs(width).items():
-        right = _gradient(plain, x)
+        right = step(plain, x).gradients
         for level, bound in ((16, 0.1), (4, 2.0)):
             coded = mt.convert(copy.deepcopy(plain), Policy.uniform(level), min_elements=0, seed=1)
             assert torch.equal(coded(x), plain(x))
-            found = _gradient(coded, x)
-            error = float((found - right).square().sum() / right.square().sum())
+            error = relative_error(step(coded, x).gradients, right)
             assert error < bound, f"{error:.2g} at {level} levels for inputs: {name}"
 
 
@@ -92,9 +85,8 @@ def test_prices_are_those_of_groups_that_end_with_rows() -> None:
         lambda model, batch: (model(batch) * factors).sum(),
         batch_size=16,
     )
-    profile = mt.profile(work, options=[mt.LayerSettings(level=16)])
     policy = Policy.uniform(16)
-    predicted = profile.predict(policy).gradient_error
+    predicted = mt.profile(work, options=[mt.LayerSettings(level=16)]).predict(policy).gradient_error
     found = statistics.fmean(JointError(work).errors(policy, [(0, seed) for seed in range(8)]))
     assert predicted == pytest.approx(found, rel=0.3)
 

@@ -16,7 +16,7 @@ TARGET = torch.arange(ROWS) % CLASSES
 
 
 class Head(nn.Module):
-    """A loss of logits that a parameter is, so that their gradient is all that is measured."""
+    """A loss of logits that are a parameter, so that only their gradient is measured."""
 
     def __init__(self, margin: float, loss: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -28,24 +28,14 @@ class Head(nn.Module):
         return self.loss(self.logits * 1.0)
 
 
-def smoothed(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits, TARGET, label_smoothing=1e-3)
-
-
-def soft(logits: Tensor) -> Tensor:
-    targets = 0.999 * F.one_hot(TARGET, CLASSES) + 0.001 * torch.full((CLASSES,), 1 / CLASSES)
-    return F.cross_entropy(logits, targets)
-
-
+SOFT = 0.999 * F.one_hot(TARGET, CLASSES) + 0.001 * torch.full((CLASSES,), 1 / CLASSES)
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "indices": lambda logits: F.cross_entropy(logits, TARGET),
     "bfloat16": lambda logits: F.cross_entropy(logits.bfloat16(), TARGET).float(),
     "log-softmax": lambda logits: F.nll_loss(F.log_softmax(logits, -1), TARGET),
-    "smoothed": smoothed,
-    "soft": soft,
+    "smoothed": lambda logits: F.cross_entropy(logits, TARGET, label_smoothing=1e-3),
+    "soft": lambda logits: F.cross_entropy(logits, SOFT),
 }
-
-
 BITS = {"8 bits": (256, 3e-5), "4 bits": (16, 9e-3)}
 
 

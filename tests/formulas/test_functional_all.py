@@ -1,5 +1,6 @@
 """What holds for every function: PyTorch's output, near gradients, fewer bytes, one graph."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from tests import functional_cases
 from tests.functional_cases import CASES, EIGHT, RAW, Case, fresh, gradients, leaves, served
 
-NAMES = sorted(CASES)
+by_name = pytest.mark.parametrize("name", sorted(CASES))
 
 
 def _plain_and_ours(
@@ -44,7 +45,7 @@ def _error(ours: list[Tensor], expected: list[Tensor]) -> float:
     return apart / sum(float(b.double().square().sum()) for b in expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_formula_is_pytorchs_gradient(name: str) -> None:
     """In float64, where PyTorch has it: of all tensors that may want a gradient, and of each alone."""
     case = CASES[name]
@@ -60,10 +61,8 @@ def test_formula_is_pytorchs_gradient(name: str) -> None:
         assert _error(found, right) < tolerance
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_at_8_bits_no_more_is_kept_and_the_gradient_is_near(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@by_name
+def test_no_more_is_kept_and_the_gradient_is_near(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
     for key in range(2):
         monkeypatch.setattr(functional_cases, "KEY", torch.tensor([key]))
@@ -77,7 +76,7 @@ def test_at_8_bits_no_more_is_kept_and_the_gradient_is_near(
     assert sum(errors) / len(errors) < 4e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_in_16_bits_the_output_is_pytorchs_and_the_gradient_near(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
@@ -90,12 +89,7 @@ def test_in_16_bits_the_output_is_pytorchs_and_the_gradient_near(name: str) -> N
 
 def _bytes_of_pytorch(case: Case) -> int:
     kept: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
         y = case.function(*fresh(case, torch.float32), **case.kwargs)
     assert y.requires_grad  # its graph lives while what it saved is counted
     return _bytes(kept)
@@ -103,10 +97,8 @@ def _bytes_of_pytorch(case: Case) -> int:
 
 def _bytes(tensors: Any) -> int:
     """Bytes of distinct storages: what the arguments' tensors hold counts as well, for both sides."""
-    storages = {
-        each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if each is not None
-    }
-    return sum(storages.values())
+    storages = [each.untyped_storage() for each in tensors if each is not None]
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 BY_FORMULA = {
@@ -130,13 +122,9 @@ TRACED = [
 def test_traces_in_one_graph(name: str) -> None:
     case = CASES[name]
     ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
-
-    def run(args: list[Any]) -> Tensor:
-        result: Tensor = served(case.function, RAW, *args, **case.kwargs)
-        return result
-
     torch.manual_seed(3)
-    y = torch.compile(run, fullgraph=True, backend="aot_eager")(ours)
+    run = partial(served, case.function, RAW, **case.kwargs)
+    y = torch.compile(run, fullgraph=True, backend="aot_eager")(*ours)
     torch.manual_seed(3)
     expected = case.function(*plain, **case.kwargs)
     torch.testing.assert_close(y, expected)

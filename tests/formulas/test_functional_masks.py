@@ -30,10 +30,8 @@ def _saved_bytes(y: Tensor) -> int:
     [
         pytest.param(partial(mf.dropout, p=0.3), (8, 100), 1 / 8, id="dropout"),
         pytest.param(partial(served, F.dropout, RAW), (8, 100), 1 / 8, id="F.dropout"),
-        pytest.param(lambda x: mf.max_pool2d(x, 3, 2, 1), (2, 4, 16, 16), 1 / 2, id="one of nine places"),
-        pytest.param(
-            lambda x: served(F.adaptive_max_pool2d, RAW, x, 8), (2, 4, 16, 16), 1 / 4, id="one of four places"
-        ),
+        pytest.param(lambda x: mf.max_pool2d(x, 3, 2, 1), (2, 4, 16, 16), 1 / 2, id="of nine"),
+        pytest.param(lambda x: served(F.adaptive_max_pool2d, RAW, x, 8), (2, 4, 16, 16), 1 / 4, id="of four"),
         pytest.param(lambda x: mf.avg_pool2d(x, 2), (2, 4, 16, 16), 0, id="average"),
     ],
 )
@@ -51,10 +49,7 @@ def test_traced_dropout_is_one_kernel() -> None:
         code.append(graph.code)
         return make_boxed_func(graph.forward)
 
-    def run(x: Tensor) -> Tensor:
-        y: Tensor = served(F.dropout, RAW, x, 0.3)
-        return y
-
+    run: Any = lambda x: served(F.dropout, RAW, x, 0.3)  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     assert compiled(torch.randn(8, 100, requires_grad=True)).requires_grad
     assert "aten.native_dropout" in code[0]
@@ -77,7 +72,7 @@ def test_relu_in_place_on_a_view_keeps_one_bit(part: slice) -> None:
             y = apply(middle.view(10, 80)[part], inplace=True)
         return middle.detach().clone(), y, gradients((middle * y.sum()).sin(), [x]), saved
 
-    ours, plain = run(lambda *args, **kwargs: served(F.relu, RAW, *args, **kwargs)), run(F.relu)
+    ours, plain = run(partial(served, F.relu, RAW)), run(F.relu)
     assert torch.equal(ours[0], plain[0])
     assert torch.equal(ours[1], plain[1])
     assert torch.equal(ours[2][0], plain[2][0])

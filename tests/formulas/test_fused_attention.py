@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune import ops
@@ -59,11 +60,7 @@ def outputs(given: list[Any]) -> list[Tensor]:
     ("name", "mask", "dropout"),
     [
         *(("small", mask, dropout) for mask in MASKS for dropout in (0.0, 0.3, 1.0)),
-        *(
-            (name, mask, dropout)
-            for name in ("wide", "tall")
-            for mask, dropout in zip(MASKS, DROPOUTS, strict=True)
-        ),
+        *((name, *pair) for name in ("wide", "tall") for pair in zip(MASKS, DROPOUTS, strict=True)),
         *((name, mask, 0.3) for name in ("one key", "flat") for mask in ("none", "causal", "bool")),
     ],
 )
@@ -81,10 +78,9 @@ def test_the_kernel_gives_the_reference_s_numbers(name: str, mask: str, dropout:
 @pytest.mark.parametrize("mask", ["none", "float", "causal"])
 def test_the_reference_is_autograd_s(mask: str) -> None:
     given = arguments("small", mask, 0.0)
-    q, k, v = (x.requires_grad_() for x in given[:3])
-    scaled = torch.nn.functional.scaled_dot_product_attention
-    y = scaled(q, k, v, given[4], is_causal=given[8], scale=given[7])
-    right = torch.autograd.grad(y, (q, k, v), given[3])
+    leaves = [x.requires_grad_() for x in given[:3]]
+    y = F.scaled_dot_product_attention(*leaves, given[4], is_causal=given[8], scale=given[7])
+    right = torch.autograd.grad(y, leaves, given[3])
     found = outputs(given)
     with torch.no_grad():
         fused_ops.attention_backward(*given, *found)

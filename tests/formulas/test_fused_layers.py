@@ -18,11 +18,9 @@ from mesa_tune.ops import fused as ops
 from tests.builders import Calling
 
 
-class Rearranged(nn.Sequential):
+def rearranged(layer: nn.Module) -> nn.Module:
     """A layer on images whose channels lie next to one another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.contiguous(memory_format=torch.channels_last))
+    return nn.Sequential(Calling(lambda x: x.contiguous(memory_format=torch.channels_last)), layer)
 
 
 class Product(nn.Module):
@@ -58,9 +56,9 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "layer-norm": (nn.LayerNorm([4, 30]), (5, 67, 4, 30)),
     "layer-norm-without-weights": (nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
     "rms-norm": (nn.RMSNorm(48), (7, 331, 48)),
-    "conv-channels-last": (Rearranged(nn.Conv2d(8, 6, 3, padding=1)), (6, 8, 16, 18)),
+    "conv-channels-last": (rearranged(nn.Conv2d(8, 6, 3, padding=1)), (6, 8, 16, 18)),
     "batch-norm": (nn.BatchNorm2d(8), (10, 8, 16, 18)),
-    "batch-norm-channels-last": (Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-norm-channels-last": (rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
     "batch-norm-without-weights": (nn.BatchNorm1d(32, affine=False), (64, 32, 20)),
     "batch-norm-fixed": (nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
     "group-norm": (nn.GroupNorm(4, 8), (10, 8, 16, 18)),
@@ -123,7 +121,7 @@ FUSED: dict[str, tuple[ops.Fused, nn.Module, tuple[int, ...]]] = {
     "frozen": (ops.NORM_BACKWARD, nn.LayerNorm(48).requires_grad_(False), (7, 331, 48)),
     "batch": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8), (10, 8, 16, 18)),
     "batch-without-weights": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm1d(30, affine=False), (64, 30)),
-    "batch-channels-last": (ops.BATCH_NORM_BACKWARD, Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-channels-last": (ops.BATCH_NORM_BACKWARD, rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
     "batch-fixed": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
     "batch-frozen": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8).requires_grad_(False), (10, 8, 16, 18)),
     "instance": (ops.BATCH_NORM_BACKWARD, nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from tests.builders import Calling
 
 SAMPLES, ROWS, WIDTH = 8, 64, 200
 EIGHT = mt.Policy.uniform(level=256)
@@ -134,12 +135,11 @@ def test_what_is_logged_outside_the_loss_leaves_no_memory_behind() -> None:
     model = mt.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), EIGHT)
     x = torch.randn(512, 64)
 
-    class Logging(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = model(x)
-            return h.square().mean(), h.cumprod(-1).norm(dim=-1).mean() + h.sinh().exp2().mean()
+    def logging(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = model(x)
+        return h.square().mean(), h.cumprod(-1).norm(dim=-1).mean() + h.sinh().exp2().mean()
 
-    step = mt.convert(Logging(), EIGHT)
+    step = mt.convert(Calling(logging), EIGHT)
     gc.disable()
     try:
         counts = []
@@ -187,12 +187,8 @@ class ZeroProjected(nn.Module):
         return torch.cat([x[:, ::2] @ self.projection, x[:, 1::2]], 2).view_as(x)
 
 
-class Summed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * TARGET).sum()
-
-
 TARGET = torch.randn(64, 24, 48)
+SUMMED = Calling(lambda x: (x * TARGET).sum())
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer norm": lambda width: nn.LayerNorm(width, 1e-6, bias=False),
     "RMS norm": lambda width: nn.RMSNorm(width, 1e-6),
@@ -207,7 +203,7 @@ def test_rows_of_zeros_leave_the_weight_of_a_norm_alone(norm: str, level: int) -
     torch.manual_seed(0)
     width = 48
     parts = [part for _ in range(3) for part in (NORMS[norm](width), nn.Linear(width, width, bias=False))]
-    model = nn.Sequential(*parts, Summed())
+    model = nn.Sequential(*parts, SUMMED)
     x = torch.randn(64, 24, width)
     x[torch.rand(64, 24) < 0.3] = 0
     right = gradients(model, x)
@@ -223,7 +219,7 @@ def test_rows_of_zeros_leave_the_weight_of_a_norm_alone(norm: str, level: int) -
 def test_rows_of_zeros_stay_zeros_where_one_half_gates_the_other(store: str, level: int) -> None:
     torch.manual_seed(0)
     width = 48
-    model = nn.Sequential(ZeroProjected(width), *[GatedByHand(width) for _ in range(2)], Summed())
+    model = nn.Sequential(ZeroProjected(width), *[GatedByHand(width) for _ in range(2)], SUMMED)
     x = torch.randn(64, 24, width)
     right = gradients(model, x)
     policy = mt.Policy.uniform(level, store=store)

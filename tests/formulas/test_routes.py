@@ -17,16 +17,12 @@ from tests.functional_cases import served
 EXACT = Spec("quantize", 8, 0, 256, 0, True, 0)
 
 
-def signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # built in C++
-        return None
-
-
 def defaults(function: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:
     """Those of its arguments `names` that have one."""
-    parameters = getattr(signature(function), "parameters", {}).items()
+    try:
+        parameters = inspect.signature(function).parameters.items()
+    except ValueError:  # built in C++
+        return {}
     return {name: p.default for name, p in parameters if name in names and p.default is not p.empty}
 
 

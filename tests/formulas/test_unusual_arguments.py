@@ -15,6 +15,7 @@ from mesa_tune.codecs import Spec
 from tests.functional_cases import served
 
 EXACT = Spec("quantize", 8, 0, 256, 0, True, 0)
+CODED = EXACT._replace(levels=256)
 Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
 
 
@@ -31,12 +32,8 @@ def probabilities(*shape: int) -> Tensor:
 
 
 def with_zeros(*shape: int) -> Tensor:
-    """Return rows of which the first is zero."""
+    """Rows of which the first is zero."""
     return torch.randn(shape).index_fill_(0, torch.tensor([0]), 0).requires_grad_()
-
-
-def fixed(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 FORMULA: dict[str, Callable[[], Call]] = {
@@ -68,7 +65,7 @@ FORMULA: dict[str, Callable[[], Call]] = {
     "factors by name": lambda: call(torch.addcmul, x(500), tensor1=x(500), tensor2=x(500)),
     "a statistic of a constant": lambda: call(torch.mul, torch.randn(40, 500), x(40, 1)),
     "products of no rows": lambda: call(torch.einsum, "...d,...d->...", x(1, 500), x(0, 500)),
-    "a target that is a parameter": lambda: call(F.mse_loss, x(500), fixed(torch.randn(500))),
+    "a target that is a parameter": lambda: call(F.mse_loss, x(500), nn.Parameter(torch.randn(500), False)),
 }
 PLAIN: dict[str, Callable[[], Call]] = {
     "norm of a matrix": lambda: call(torch.linalg.norm, x(20, 30), "fro"),
@@ -78,7 +75,9 @@ PLAIN: dict[str, Callable[[], Call]] = {
     "no samples": lambda: call(F.instance_norm, x(0, 3, 9)),
     "rows over their sums": lambda: call(F.normalize, x(20, 30), 1.0),
     "rows of one class": lambda: call(torch.log_softmax, x(50, 1), -1),
-    "shares that are a parameter": lambda: call(F.kl_div, x(500), fixed(probabilities(500)), reduction="sum"),
+    "shares that are a parameter": lambda: call(
+        F.kl_div, x(500), nn.Parameter(probabilities(500), False), reduction="sum"
+    ),
     "the variance of one number": lambda: call(torch.var, x(500, 1), -1),
     "a sum over columns": lambda: call(torch.einsum, "ij->i", x(20, 30)),
     "a slope in a tensor": lambda: call(F.leaky_relu, x(500), torch.tensor(0.1)),
@@ -92,10 +91,8 @@ def check(made: Call) -> Any:
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     inputs = [argument for argument in arguments if isinstance(argument, Tensor) and argument.requires_grad]
     weights = torch.randn_like(y)
-    for found, right in zip(
-        *(torch.autograd.grad(out, inputs, weights) for out in (y, expected)), strict=True
-    ):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    found, right = (torch.autograd.grad(out, inputs, weights) for out in (y, expected))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
     return y.grad_fn
 
 
@@ -136,13 +133,10 @@ def test_pytorch_refuses_in_its_own_words(name: str) -> None:
 def test_what_is_expanded_is_stored_once() -> None:
     large = torch.randn(1, 64, 1).expand(32, 64, 40).requires_grad_()
     factor = torch.randn(32, 64, 40, requires_grad=True)
-    y = served(torch.mul, Spec("quantize", 8, 256, 256, 0, True, 0), large, factor)
+    y = served(torch.mul, CODED, large, factor)
     assert min(part.nbytes for part in y.grad_fn.saved_tensors if part.dtype is torch.uint8) == 64
     for found, right in zip(torch.autograd.grad(y.sum(), (large, factor)), (factor, large), strict=True):
         assert (found - right).norm() < 0.02 * right.norm()
-
-
-CODED = EXACT._replace(levels=256)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
