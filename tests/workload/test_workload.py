@@ -91,14 +91,9 @@ def test_a_changed_file_is_read_afresh(write: Callable[[str], Path]) -> None:
 
 def test_the_description_is_plain(write: Callable[[str], Path]) -> None:
     loaded = Workload.load(write(GOOD), batch_size=2, device="cpu")
-    assert loaded.description == {
-        "model": str(Path("model.py").resolve()),
-        "fingerprint": loaded.fingerprint,
-        "device": "cpu",
-        "autocast": None,
-        "batch_size": 2,
-        "seed": 0,
-    }
+    step = {"device": "cpu", "autocast": None, "batch_size": 2, "seed": 0}
+    model = {"model": str(Path("model.py").resolve()), "fingerprint": loaded.fingerprint}
+    assert loaded.description == model | step
 
 
 BAD_FILES = {
@@ -165,18 +160,13 @@ def test_an_error_in_a_function_names_its_line(write: Callable[[str], Path], nam
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_an_error_inside_torch_names_the_users_line(write: Callable[[str], Path]) -> None:
+def test_errors_inside_torch_and_of_wrong_arguments_name_the_users_line(write: Callable[[str], Path]) -> None:
     loaded = Workload.load(write(GOOD.replace("randn(batch_size, 4)", "randn(batch_size, 5)")), device="cpu")
-    with pytest.raises(WorkloadError, match="RuntimeError") as raised:
+    with pytest.raises(WorkloadError, match=r"model\.py:11: loss\(\).*RuntimeError"):
         loaded.compute_loss(loaded.build(), loaded.make_batch())
-    assert "model.py:11: loss()" in message(raised)
-
-
-def test_a_function_with_the_wrong_arguments_names_where_it_begins(write: Callable[[str], Path]) -> None:
     loaded = Workload.load(write(GOOD.replace("def batch(batch_size)", "def batch()")), device="cpu")
-    with pytest.raises(WorkloadError, match="takes 0 positional arguments") as raised:
+    with pytest.raises(WorkloadError, match=r"model\.py:7: batch\(\).*takes 0 positional arguments"):
         loaded.make_batch()
-    assert "model.py:7: batch()" in message(raised)
 
 
 def test_a_long_message_is_cut() -> None:
@@ -227,17 +217,11 @@ def test_lack_of_memory_stays_recognizable(error: Exception) -> None:
     assert is_out_of_memory(wrapped)
 
 
-def test_torch_itself_is_recognized_when_memory_lacks() -> None:
+def test_torch_itself_is_recognized_when_memory_lacks_and_no_other_error_is() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shape mismatch"), ValueError("out of memory"), None], ids=repr
-)
-def test_other_errors_are_not_lack_of_memory(error: Exception | None) -> None:
-    assert not is_out_of_memory(error)
+    assert not any(map(is_out_of_memory, [RuntimeError("shape mismatch"), ValueError("out of memory"), None]))
 
 
 # The user's functions: what they return
@@ -295,9 +279,8 @@ def test_the_default_optimizer_is_adamw_over_what_is_trained() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     optimizer = linear().make_optimizer(model)
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
-        id(p) for p in model[0].parameters()
-    ]
+    (group,) = optimizer.param_groups
+    assert list(map(id, group["params"])) == list(map(id, model[0].parameters()))
 
 
 def test_an_optimizer_must_be_one() -> None:
@@ -318,16 +301,15 @@ def test_models_and_batches_repeat() -> None:
 
 
 def test_batches_of_numpy_and_random_repeat() -> None:
-    made = linear(batch=lambda n: (np.random.rand(n), random.random()))
+    made = linear(batch=lambda n: (np.random.rand(n).tolist(), random.random()))
     first, again, other = made.make_batch(), made.make_batch(), made.make_batch(draw=1)
-    assert (first[0] == again[0]).all()
-    assert first[1] == again[1] != other[1]
-    assert (first[0] != other[0]).all()
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
 
 
 def test_the_callers_random_numbers_are_untouched() -> None:
     made = linear(batch=lambda n: (torch.randn(n, 4), np.random.rand(), random.random())[0])
-
     with no_trace(nn.Module()):
         made.build()
         made.make_batch()
@@ -406,9 +388,7 @@ def test_a_batch_of_transformers_moves_itself() -> None:
     assert to_device(BatchEncoding({"x": ONES}), "meta")["x"].is_meta
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda t: t, lambda t: {"a": [t]}, Opaque], ids=["tensor", "nested", "opaque"]
-)
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"a": [t]}, Opaque])
 def test_a_batch_on_the_wrong_device_is_explained(wrap: Callable[[Tensor], Any]) -> None:
     with pytest.raises(WorkloadError, match="meta") as raised:
         linear(batch=lambda n: wrap(torch.ones(n, device="meta"))).make_batch()
@@ -422,8 +402,7 @@ def test_batches_and_models_go_to_the_gpu() -> None:
     model, batch = made.build(), made.make_batch()
     assert batch.is_cuda
     assert made.compute_loss(model, batch).is_cuda
+    apart = linear(device="cuda", loss=lambda model, batch: model(batch).mean() + torch.ones(3))
     with pytest.raises(WorkloadError, match="same device") as raised:
-        linear(device="cuda", loss=lambda model, batch: model(batch).mean() + torch.ones(3)).compute_loss(
-            model, batch
-        )
+        apart.compute_loss(model, batch)
     assert "device=" in message(raised)
