@@ -18,6 +18,7 @@ from mesa_tune.engine import function, rematerialize, storage
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.timing import step_meter, step_time
 from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, timed_policies, timed_settings
 from mesa_tune.profiler.timing.option_times import smoothed
@@ -64,10 +65,9 @@ class _Mlp(nn.Module):
         self.clock = clock
         self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.clock.passed += MODULE
-        y: Tensor = self.second(self.first(x).tanh())
-        return y
+        return self.second(self.first(x).tanh())
 
 
 @pytest.fixture
@@ -162,15 +162,14 @@ def slowed(speed: float = 1.0, added: float = 1.0) -> Turn:
     return turn(10.0 * speed, exact, {**exact, "fc": (4.0 + added) * speed})
 
 
-def test_a_busy_machine_changes_no_ratio() -> None:
-    times = summarized([slowed(), slowed(3.0), slowed(), slowed(1.5), slowed()])
+BUSY: list[tuple[float, ...]] = [(), (3.0,), (), (1.5,), ()]
+
+
+@pytest.mark.parametrize("turns", [BUSY, [(), (1.0, 50.0), ()]], ids=["busy", "disturbed"])
+def test_a_busy_machine_or_one_disturbed_turn_changes_nothing(turns: list[tuple[float, ...]]) -> None:
+    times = summarized([slowed(*each) for each in turns])
     assert times.plain == 10.0
     assert times.routing == pytest.approx(2.0)
-    assert times.added == {"fc": pytest.approx(1.0)}
-
-
-def test_one_disturbed_turn_counts_for_nothing() -> None:
-    times = summarized([slowed(), slowed(added=50.0), slowed()])
     assert times.added == {"fc": pytest.approx(1.0)}
 
 
@@ -196,41 +195,27 @@ def test_the_thread_clock_counts_no_time_in_which_the_thread_sleeps(monkeypatch:
 def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
     assert timed_settings(GRID) == FOUR
     dropping = LayerSettings(level=16, drop=0.5)
-    assert timed_settings([dropping, LayerSettings(level=4, group_size=64)]) == LayerSettings(
-        level=4, group_size=64
-    )
+    two = LayerSettings(level=4, group_size=64)
+    assert timed_settings([dropping, two]) == two
     assert timed_settings([]) is None
 
 
 def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
-    times_of = {
-        Kind.EXACT: (4.0, 2.0),
-        Kind.ALL: (5.0, 4.0),
-        Kind.HALF: (5.0, 5.0),
-        Kind.OTHER_HALF: (4.0, 4.0),
-    }
-    spans: dict[Kind, Spans] = {
-        kind: {None: 8.0, "fc": fc, "act": act} for kind, (fc, act) in times_of.items()
-    }
+    pairs = [(4.0, 2.0), (5.0, 4.0), (5.0, 5.0), (4.0, 4.0)]
+    times_of = zip((Kind.EXACT, Kind.ALL, *HALVES), pairs, strict=True)
+    spans: dict[Kind, Spans] = {kind: {None: 8.0, "fc": fc, "act": act} for kind, (fc, act) in times_of}
     whole = {Kind.PLAIN: 14.0, **{kind: sum(one.values()) for kind, one in spans.items()}}
     times = summarized([Turn([whole], spans)])
     shares = {"fc": 1.0, "act": (2.0 + 3.0 + 2.0) / 2}  # of the 3 ms that both add to one step
-    assert times.added == pytest.approx(
-        {name: 3.0 * ms / sum(shares.values()) for name, ms in shares.items()}
-    )
-
+    assert times.added == pytest.approx({name: 3.0 * ms / 4.5 for name, ms in shares.items()})
     assert times.overlap == pytest.approx((4.0 + 2.0) - 3.0 - 1.5)
 
 
 def test_halves_overlap_by_half_of_what_all_layers_add_at_most() -> None:
     def overlap(every: float, half: float) -> float:
-        whole = {
-            Kind.PLAIN: 40.0,
-            Kind.EXACT: 42.0,
-            Kind.ALL: 42.0 + every,
-            **dict.fromkeys(HALVES, 42.0 + half),
-        }
+        whole = {Kind.PLAIN: 40.0, Kind.EXACT: 42.0, Kind.ALL: 42.0 + every}
+        whole |= dict.fromkeys(HALVES, 42.0 + half)
         return summarized([Turn([whole], {kind: {None: 42.0} for kind in (Kind.EXACT, *PACKED)})]).overlap
 
     assert [overlap(8.0, half) for half in (3.0, 5.0, 7.0)] == pytest.approx([0.0, 2.0, 4.0])
@@ -298,13 +283,10 @@ def test_layers_with_one_copy_encode_once() -> None:
     def added(assignment: dict[str, LayerSettings]) -> float:
         return (profile.predict_assignment(assignment).step_ms or 0.0) - profile.plain_ms(profile.batch_size)
 
-    alone = added({q.name: FOUR}) + added({k.name: FOUR})
-    encoding = q.encode_ms(FOUR)
+    other, encoding = added({k.name: FOUR}), q.encode_ms(FOUR)
     assert encoding
-    assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(alone - encoding)
-    assert added({q.name: eight, k.name: FOUR}) == pytest.approx(
-        alone - added({q.name: FOUR}) + added({q.name: eight})
-    )
+    assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(added({q.name: FOUR}) + other - encoding)
+    assert added({q.name: eight, k.name: FOUR}) == pytest.approx(added({q.name: eight}) + other)
 
 
 def test_layers_that_were_not_timed_make_an_unknown_prediction() -> None:
@@ -323,17 +305,12 @@ def test_a_profile_knows_the_times_of_its_layers() -> None:
 def test_one_disturbed_time_of_an_option_counts_for_little() -> None:
     """Layers of a tag take times of the same proportions; one that does not was disturbed."""
     profile = synthetic_profile()
-    layers = [
-        replace(
-            layer,
-            tag="fc",
-            options=tuple(
-                replace(option, encode_ms=elements * option.settings.bits, decode_ms=elements)
-                for option in layer.options
-            ),
-        )
-        for elements, layer in enumerate(profile.layers, 1)
-    ]
+
+    def timed(layer: LayerEntry, ms: float) -> LayerEntry:
+        options = (replace(one, encode_ms=ms * one.settings.bits, decode_ms=ms) for one in layer.options)
+        return replace(layer, tag="fc", options=tuple(options))
+
+    layers = [timed(layer, elements) for elements, layer in enumerate(profile.layers, 1)]
     disturbed = replace(layers[2].options[1], encode_ms=100.0)
     options = (layers[2].options[0], disturbed, *layers[2].options[2:])
     found = smoothed([*layers[:2], replace(layers[2], options=options), *layers[3:]])
