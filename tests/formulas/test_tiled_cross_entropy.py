@@ -4,6 +4,8 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import compress, product
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from mesa_tune.conversion import model as conversion_model
 from mesa_tune.errors import RunError
 from mesa_tune.formulas.tiled_cross_entropy import TILED_CROSS_ENTROPY, _in_slices
 from mesa_tune.profiler.memory.meter import Meter
+from tests.conformance.running import gradients
 
 CLASSES, WIDTH, BATCH, LENGTH = 512, 32, 4, 48
 LOGIT_BYTES = 4 * BATCH * LENGTH * CLASSES
@@ -102,20 +105,13 @@ UNTILED: dict[str, tuple[Loss, str]] = {
 
 
 def policy(tile: int = 4, *, level: int | None = None) -> mt.Policy:
-    """Return a policy that changes nothing but the loss, or stores the rest at `level`."""
-    if level is not None:
-        return mt.Policy.uniform(level, tile=tile)
-    return mt.Policy.parse(
-        f"# mesa-tune policy 1\non loss:\n    by_index: all\n    store: exact\n    tile: {tile}\n"
-    )
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """A policy that changes nothing but the loss, or stores the rest at `level`."""
+    rule = f"on loss:\n    by_index: all\n    store: exact\n    tile: {tile}\n"
+    return mt.Policy.uniform(level, tile=tile) if level else mt.Policy.parse("# mesa-tune policy 1\n" + rule)
 
 
 def distance(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
-    """Return the largest relative error of a parameter's gradient."""
+    """The largest relative error of a parameter's gradient."""
     assert mine.keys() == plain.keys()
     return max(float((mine[name] - plain[name]).norm() / plain[name].norm()) for name in plain)
 
@@ -143,14 +139,12 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(model: nn.Module, loss: Loss, under: mt.Policy | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and gradients of a copy of `model`; the loss is outside it."""
+    """Loss and gradients of a copy of `model`; the loss is outside it."""
     model = copy.deepcopy(model)
-    if under is None:
-        value = loss(model(IDS))
-    else:
+    if under is not None:
         mt.convert(model, under)
-        with mt.compress_saved(under):
-            value = loss(model(IDS))
+    with nullcontext() if under is None else mt.compress_saved(under):
+        value = loss(model(IDS))
     value.backward()
     return value.detach(), gradients(model)
 
@@ -187,9 +181,10 @@ def test_more_slices_than_rows_are_as_near_as_one() -> None:
     "loss",
     [lambda y: F.cross_entropy(y[1, 3], TARGETS[1, 3]), lambda y: F.cross_entropy(y[:, -1], TARGETS[:, -1])],
 )
-def test_single_rows(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_single_rows_and_a_head_without_bias(loss: Loss, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesa_tune.conversion.model.MIN_ELEMENTS", 100)
-    check(Words(), loss)
+    check(Words(bias=bias), loss)
 
 
 @pytest.mark.parametrize("name", UNTILED)
@@ -203,8 +198,7 @@ def test_what_cannot_be_tiled_is_named_and_right(name: str) -> None:
     ("frozen", "tied"),
     [
         *((names, False) for names in ("head", "body", "(?!head)", "head.bias")),
-        ("", True),
-        ("head.bias", True),
+        *(("", True), ("head.bias", True)),
     ],
 )
 def test_frozen_and_tied_parameters(frozen: str, tied: bool) -> None:
@@ -212,10 +206,6 @@ def test_frozen_and_tied_parameters(frozen: str, tied: bool) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or re.match(frozen, name) is None)
     check(model, flat)
-
-
-def test_head_without_bias_and_without_batch() -> None:
-    check(Words(bias=False), lambda y: F.cross_entropy(y[0], TARGETS[1]))
 
 
 def test_loss_inside_the_model() -> None:
@@ -230,36 +220,24 @@ def test_loss_inside_the_model() -> None:
     assert distance(gradients(converted), gradients(plain)) < ROUNDING
 
 
-def test_head_runs_twice() -> None:
-    def twice(model: Any) -> Tensor:
-        hidden = model.body(model.embedding(IDS))
-        loss: Tensor = flat(model.head(hidden)) + 3 * flat(model.head(hidden.detach() * 2))
-        return loss
-
-    check_outside(twice, runs=2)
+def twice(head: Any, hidden: Tensor) -> Any:
+    return flat(head(hidden)) + 3 * flat(head(hidden.detach() * 2))
 
 
-def check_outside(run: Callable[[Any], Tensor], runs: int = 1) -> None:
-    """The gradients of `run(model)`, which calls parts of the model itself, are equal."""
-    plain = Words()
-    other = copy.deepcopy(plain)
-    run(plain).backward()
-    with mt.compress_saved(policy()):
-        loss = run(other)
-    loss.backward()
+def of_torch(head: Any, hidden: Tensor) -> Any:
+    targets = TARGETS.flatten()
+    return F.linear_cross_entropy(hidden.flatten(0, 1), head.weight, targets, linear_bias=head.bias)
+
+
+@pytest.mark.parametrize(("run", "runs"), [(twice, 2), (of_torch, 1)])
+def test_a_head_that_is_called_outside_the_model(run: Callable[..., Any], runs: int) -> None:
+    models = Words(), Words()
+    for model, context in zip(models, (nullcontext(), mt.compress_saved(policy())), strict=True):
+        with context:
+            loss = run(model.head, model.body(model.embedding(IDS)))
+        loss.backward()
     assert Formulas.runs == runs
-    assert distance(gradients(other), gradients(plain)) < ROUNDING
-
-
-def test_linear_cross_entropy_of_torch() -> None:
-    def run(model: Any) -> Tensor:
-        hidden = model.body(model.embedding(IDS)).flatten(0, 1)
-        loss: Tensor = F.linear_cross_entropy(
-            hidden, model.head.weight, TARGETS.flatten(), linear_bias=model.head.bias
-        )
-        return loss
-
-    check_outside(run)
+    assert distance(*(gradients(model) for model in reversed(models))) < ROUNDING
 
 
 @pytest.mark.parametrize("loss", [flat, TILED["float"], TILED["shifted, copied"], TILED["soft"]])
@@ -297,7 +275,7 @@ def test_second_backward_and_create_graph() -> None:
     with mt.compress_saved(policy()):
         loss = flat(model(IDS))
     loss.backward(retain_graph=True)
-    first = {name: grad.clone() for name, grad in gradients(model).items()}
+    first = gradients(model)
     model.zero_grad()
     loss.backward(retain_graph=True)
     assert all(torch.equal(grad, first[name]) for name, grad in gradients(model).items())
@@ -344,14 +322,13 @@ def test_the_gradient_of_the_logits_is_there_for_who_wants_it(by: str, when: str
     assert distance(mine, plain) < ROUNDING
 
 
-@pytest.mark.parametrize("wanted", ["logits", "logits and weight", "weight"])
-def test_autograd_grad(wanted: str) -> None:
+@pytest.mark.parametrize("wanted", [(True, False), (True, True), (False, True)])
+def test_autograd_grad_of_logits_and_weight(wanted: tuple[bool, bool]) -> None:
     def run(model: Any, under: mt.Policy) -> tuple[Tensor, ...]:
         with mt.compress_saved(under):
             logits = model(IDS)
             loss = flat(logits)
-        inputs = {"logits": [logits], "weight": [model.head.weight]}
-        return torch.autograd.grad(loss, [t for name in wanted.split(" and ") for t in inputs[name]])
+        return torch.autograd.grad(loss, [*compress((logits, model.head.weight), wanted)])
 
     model = Words()
     expected = run(copy.deepcopy(model), mt.Policy())
@@ -481,10 +458,10 @@ def test_on_cuda_slices_of_the_loss_are_bitwise_the_whole(
     whole = (3 * torch.randn(203, classes, device="cuda")).to(dtype)
     target = torch.randint(classes, (203,), device="cuda")
     target[::7] = -100
-    for logits in (whole, whole[:, 1:], whole.t().contiguous().t()):
-        for reduction in ("mean", "sum"):
-            options: Any = {"ignore_index": -100, "reduction": reduction}
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                expected = F.cross_entropy(logits, target.clamp(max=logits.shape[1] - 1), **options)
-                found = _in_slices(logits, target.clamp(max=logits.shape[1] - 1), 4, options)
-            assert torch.equal(found, expected)
+    layouts = (whole, whole[:, 1:], whole.t().contiguous().t())
+    for logits, reduction in product(layouts, ("mean", "sum")):
+        options: Any = {"ignore_index": -100, "reduction": reduction}
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            expected = F.cross_entropy(logits, target.clamp(max=logits.shape[1] - 1), **options)
+            found = _in_slices(logits, target.clamp(max=logits.shape[1] - 1), 4, options)
+        assert torch.equal(found, expected)
