@@ -77,10 +77,8 @@ def test_profile_shows_the_layers_that_save_most() -> None:
 def test_plan_shows_plain_beside_predicted() -> None:
     words = parsed(PLAN).words
     assert words[0] == f"Plan: budget {format_bytes(PLAN.budget_bytes or 0)}, batch 8"
-    assert words[words.index("peak") :][1:3] == [
-        format_bytes(PLAN.baseline.peak_bytes),
-        format_bytes(PLAN.predicted.peak_bytes),
-    ]
+    peaks = [format_bytes(step.peak_bytes) for step in (PLAN.baseline, PLAN.predicted)]
+    assert words[words.index("peak") :][1:3] == peaks
     assert PLAN.won in words
 
 
@@ -93,11 +91,8 @@ def test_policy_shows_its_rules_up_to_a_number() -> None:
 
 def test_verification_shows_all_three() -> None:
     words = parsed(CHECK).words
-    assert words[words.index("peak") :][1:4] == [
-        format_bytes(PROFILE.peak_bytes),
-        format_bytes(PLAN.predicted.peak_bytes),
-        "5.00 MB",
-    ]
+    peaks = [format_bytes(step.peak_bytes) for step in (PROFILE, PLAN.predicted)]
+    assert words[words.index("peak") :][1:4] == [*peaks, "5.00 MB"]
     assert "not known" in parsed(replace(CHECK, predicted=None)).words
     assert any("1.25 times the plain one" in word for word in words)
 

@@ -75,8 +75,10 @@ def test_a_policy_made_in_python_is_refused_with_its_source() -> None:
 
 
 CALLS = {  # by name in a module, of the root, and beside a module
-    "by_index: 11": "softmax", "by_name: blocks.0.attn.matmul.1": "matmul",
-    "by_name: cross_entropy.0": "loss", "by_name: head blocks.0.linear.0": "fc",
+    "by_index: 11": "softmax",
+    "by_name: blocks.0.attn.matmul.1": "matmul",
+    "by_name: cross_entropy.0": "loss",
+    "by_name: head blocks.0.linear.0": "fc",
 }
 
 
