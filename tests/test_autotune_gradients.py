@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,9 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def auto(folder: Path, accumulation: int = 1) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
-    return mt.auto(
-        model,
-        BATCH,
-        cross_entropy,
-        budget="90%",
-        optimizer=torch.optim.SGD,
-        run=folder / str(accumulation),
-        accumulation=accumulation,
-        fast=True,
-        trials=0,
-    )
+    run: dict[str, Any] = {"run": folder / str(accumulation), "accumulation": accumulation}
+    quick: dict[str, Any] = {"optimizer": torch.optim.SGD, "fast": True, "trials": 0}
+    return mt.auto(model, BATCH, cross_entropy, budget="90%", **run, **quick)
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +58,7 @@ def train(model: nn.Module, order: str, steps: int = 3) -> list[str]:
 
 @pytest.mark.parametrize(
     ("order", "accumulation", "count"),
-    [
-        ("before", 1, 0),
-        ("last", 1, 0),
-        ("after", 1, 1),
-        ("every second", 1, 1),
-        ("every second", 2, 0),
-    ],
+    [("before", 1, 0), ("last", 1, 0), ("after", 1, 1), ("every second", 1, 1), ("every second", 2, 0)],
 )
 def test_gradients_in_the_forward_are_warned_of_once(
     folder: Path, order: str, accumulation: int, count: int
