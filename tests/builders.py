@@ -92,6 +92,11 @@ def spec(**settings: Any) -> Spec:
     return made
 
 
+def policy_of(rules: str) -> mt.Policy:
+    """The policy of some rules."""
+    return mt.Policy.parse("# mesa-tune policy 1\n" + rules)
+
+
 def conversion(model: nn.Module) -> Conversion:
     """The conversion of a model that has one."""
     found = conversion_of(model)
@@ -123,24 +128,25 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     assert states() == others
 
 
-class _Encodings(TorchDispatchMode):
-    def __init__(self) -> None:
+class Dispatched(TorchDispatchMode):
+    """The arguments of each call of some operators of mesa_tune, in order."""
+
+    def __init__(self, *names: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
+        self.operators = [getattr(torch.ops.mesa_tune, name).default for name in names]
+        self.calls: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = torch.ops.mesa_tune
-        if func in (ours.quantize.default, ours.quantize_map.default, ours.quantize_rows.default):
-            self.sizes.append(args[0].numel())
+        if func in self.operators:
+            self.calls.append(args)
         return func(*args, **(kwargs or {}))
 
 
 def encodings(run: Callable[..., Any], *args: Any) -> list[int]:
     """Elements of each tensor that a call encodes, in order."""
-    seen = _Encodings()
-    with seen:
+    with Dispatched("quantize", "quantize_map", "quantize_rows") as seen:
         run(*args)
-    return seen.sizes
+    return [tensor.numel() for tensor, *_ in seen.calls]
 
 
 def gradients(model: nn.Module, *args: Any, run: Callable[..., Tensor] | None = None) -> dict[str, Tensor]:
@@ -387,8 +393,8 @@ class Fixed(nn.Module):
             "batch": x,
             "view of batch": x.t()[:, :64],
             "buffer": self.fixed,
-            "detached parameter": self.matrix.detach(),
-            "view of detached parameter": self.matrix.detach().t(),
+            "detached": self.matrix.detach(),
+            "view of detached": self.matrix.detach().t(),
             "parameter": self.matrix,
         }[self.of]
         assert isinstance(other, Tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ import mesa_tune as mt
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
-from tests.builders import Block, encodings, llama, t5_config, workload
+from tests.builders import Block, encodings, known, llama, own_loss, t5_config, words, workload
+from tests.compat_measures import error
 
 WIDTH, LENGTH, SAMPLES = 64, 32, 4
 Part = Callable[[Tensor], Tensor]
@@ -72,9 +73,16 @@ def after_functions(part: Part, x: Tensor) -> Tensor:
     return part(F.gelu(x) * x + F.softmax(x, -1))
 
 
+def after_silu(part: Part, x: Tensor) -> Tensor:
+    return part(F.silu(x))
+
+
 def again(part: Part, x: Tensor, **how: Any) -> Tensor:
     y: Tensor = checkpoint(part, x, **{"use_reentrant": False, **how})
     return y
+
+
+reentrant = partial(again, use_reentrant=True)
 
 
 def selective(policy: Any, part: Part, x: Tensor) -> Tensor:
@@ -98,21 +106,12 @@ PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten._scaled_dot_product_fla
 KINDS: dict[str, tuple[Run, Run]] = {
     "non-reentrant": (again, plainly),
     "to-the-end": (partial(again, early_stop=False), plainly),
-    "reentrant": (partial(again, use_reentrant=True), plainly),
+    "reentrant": (reentrant, plainly),
     "functions": (lambda part, x: again(partial(after_functions, part), x), after_functions),
-    "functions-reentrant": (
-        lambda part, x: again(partial(after_functions, part), x, use_reentrant=True),
-        after_functions,
-    ),
-    "nested": (lambda part, x: again(lambda y: again(part, again(F.silu, y)), x), lambda p, x: p(F.silu(x))),
-    "reentrant-in-other": (
-        lambda part, x: again(lambda y: again(part, F.silu(y), use_reentrant=True), x),
-        lambda part, x: part(F.silu(x)),
-    ),
-    "other-in-reentrant": (
-        lambda part, x: again(lambda y: again(part, F.silu(y)), x, use_reentrant=True),
-        lambda part, x: part(F.silu(x)),
-    ),
+    "functions-reentrant": (lambda part, x: reentrant(partial(after_functions, part), x), after_functions),
+    "nested": (lambda part, x: again(lambda y: again(part, again(F.silu, y)), x), after_silu),
+    "reentrant-in-other": (lambda part, x: again(lambda y: reentrant(part, F.silu(y)), x), after_silu),
+    "other-in-reentrant": (lambda part, x: reentrant(lambda y: again(part, F.silu(y)), x), after_silu),
     "once-of-twice": (lambda part, x: part(again(part, x)), lambda part, x: part(part(x))),
     "selective": (partial(selective, PRODUCTS), plainly),
     "selective-everything": (partial(selective, Every(1)), plainly),
@@ -122,16 +121,10 @@ KINDS: dict[str, tuple[Run, Run]] = {
 
 def stepped(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
-    for weight in model.parameters():
-        weight.grad = None
+    model.zero_grad()
     value = loss()
     value.backward()
-    found = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
-    return value.detach(), torch.cat(found)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).square().sum() / exact.square().sum()).item()
+    return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def mean_error(model: nn.Module, loss: Callable[[nn.Module], Tensor], policy: Policy) -> float:
@@ -170,8 +163,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         transformers.FlexOlmoConfig(**TEXT, num_experts=4, num_experts_per_tok=2)
     ),
     # Its position bias reaches parts from outside.
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        t5_config(WIDTH, dropout_rate=0.0, use_cache=False)
+    "t5": partial(
+        transformers.T5ForConditionalGeneration, t5_config(WIDTH, dropout_rate=0.0, use_cache=False)
     ),
 }
 
@@ -185,12 +178,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ],
 )
 def test_models_of_transformers(name: str, reentrant: bool, policy: str) -> None:
-    model, ids = MODELS[name]().train(), torch.randint(3, 125, (SAMPLES, LENGTH))
-
-    def loss(model: nn.Module) -> Tensor:
-        value: Tensor = model(input_ids=ids, labels=ids).loss
-        return value
-
+    model, batch = MODELS[name]().train(), words(SAMPLES, LENGTH)
+    loss = partial(own_loss, batch=batch)
     expected = mean_error(model, loss, POLICIES["4-bits"])
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     assert expected / 1.5 < mean_error(model, loss, POLICIES[policy]) < 1.5 * expected
@@ -203,25 +192,19 @@ def test_a_backward_stays_in_its_own_graph() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return input * torch.rsqrt(input.square().mean(-1, keepdim=True))
 
-    plain = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Scaled(1, 1), nn.Linear(WIDTH, WIDTH)])
-    plain[1].requires_grad_(False)
-    network, x = copy.deepcopy(plain), torch.randn(256, WIDTH)
-
-    class Whole(nn.Module):
-        def __init__(self, parts: nn.ModuleList) -> None:
-            super().__init__()
-            self.parts = parts
-
+    class Whole(nn.ModuleList):
         def forward(self, x: Tensor) -> Tensor:
-            h = self.parts[1](self.parts[0](x))
-            self.parts[2](h.detach()).square().mean().backward()
+            h = self[1](self[0](x))
+            self[2](h.detach()).square().mean().backward()
             y: Tensor = h.square().mean()
             return y
 
-    _, exact = stepped(plain, lambda: Whole(plain)(x))
-    whole = mt.convert(Whole(network), POLICIES["derive"], seed=1, min_elements=1024)
+    x = torch.randn(256, WIDTH)
+    plain = Whole([nn.Linear(WIDTH, WIDTH), Scaled(1, 1).requires_grad_(False), nn.Linear(WIDTH, WIDTH)])
+    _, exact = stepped(plain, lambda: plain(x))
+    network = mt.convert(copy.deepcopy(plain), POLICIES["derive"], seed=1, min_elements=1024)
     for _ in range(2):
-        _, found = stepped(network, lambda: whole(x))
+        _, found = stepped(network, lambda: network(x))
         assert error(found, exact) < 0.1
 
 
@@ -244,29 +227,21 @@ PROFILED = ["non-reentrant", "reentrant", "functions", "nested", "selective"]
 
 def classifying(kind: str) -> mt.Workload:
     run, blocks = KINDS.get(kind, (plainly,))[0], 2 if kind in (*PRICED, "none") else 1
-
-    def mean_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).mean(1), batch[1])
-
-    def batch(n: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(n, LENGTH, WIDTH), torch.randint(8, (n,))
-
-    return workload(lambda: Network(run, blocks), batch, mean_entropy, batch_size=SAMPLES)
+    return workload(
+        lambda: Network(run, blocks),
+        lambda n: (torch.randn(n, LENGTH, WIDTH), torch.randint(8, (n,))),
+        lambda model, batch: F.cross_entropy(model(batch[0]).mean(1), batch[1]),
+        batch_size=SAMPLES,
+    )
 
 
 MIXED = Policy.parse("# mesa-tune policy 1\non fc layernorm attention:\n    by_index: all\n    level: 16\n")
 
 
-@pytest.fixture(scope="module", name="profiles")
-def _profiles() -> dict[str, mt.Profile]:
-    return {}
-
-
-def profiled(profiles: dict[str, mt.Profile], kind: str) -> mt.Profile:
-    if kind not in profiles:
-        options = [LayerSettings(level=level) for level in (16, 256)] if kind in (*PRICED, "none") else []
-        profiles[kind] = mt.profile(classifying(kind), options=options, seeds=2)
-    return profiles[kind]
+@cache
+def profiled(kind: str) -> mt.Profile:
+    options = [LayerSettings(level=level) for level in (16, 256)] if kind in (*PRICED, "none") else []
+    return mt.profile(classifying(kind), options=options, seeds=2)
 
 
 def measured(kind: str, policy: Policy) -> StepMemory:
@@ -284,11 +259,9 @@ def measured(kind: str, policy: Policy) -> StepMemory:
     ("kind", "name"),
     [*((kind, name) for kind in PROFILED for name in ("derive", "mixed")), ("reentrant", "4-bits")],
 )
-def test_predicted_bytes_are_those_of_a_real_step(
-    profiles: dict[str, mt.Profile], kind: str, name: str
-) -> None:
+def test_predicted_bytes_are_those_of_a_real_step(kind: str, name: str) -> None:
     policy = {**POLICIES, "mixed": MIXED}[name]
-    predicted, found = profiled(profiles, kind).predict(policy), measured(kind, policy)
+    predicted, found = profiled(kind).predict(policy), measured(kind, policy)
     assert predicted.saved_bytes == found.saved_bytes
     if (kind, name) == ("selective", "mixed"):  # it caches what layers of two kinds keep: an upper bound
         assert found.peak_bytes <= predicted.peak_bytes < 1.15 * found.peak_bytes
@@ -297,8 +270,8 @@ def test_predicted_bytes_are_those_of_a_real_step(
 
 
 @pytest.mark.parametrize("kind", PROFILED)
-def test_a_profile_accounts_for_all_saved_bytes(profiles: dict[str, mt.Profile], kind: str) -> None:
-    profile, found = profiled(profiles, kind), measured(kind, Policy.parse(""))
+def test_a_profile_accounts_for_all_saved_bytes(kind: str) -> None:
+    profile, found = profiled(kind), measured(kind, Policy.parse(""))
     predicted = profile.predict(Policy.parse(""))
     assert profile.saved_bytes == predicted.saved_bytes == found.saved_bytes
     assert profile.peak_bytes == predicted.peak_bytes == found.peak_bytes
@@ -306,27 +279,24 @@ def test_a_profile_accounts_for_all_saved_bytes(profiles: dict[str, mt.Profile],
 
 
 @pytest.mark.parametrize("kind", PRICED)
-def test_errors_are_those_without_checkpoints(profiles: dict[str, mt.Profile], kind: str) -> None:
-    without = profiled(profiles, "none")
-    expected = {layer.name: [option.gradient_error for option in layer.options] for layer in without.layers}
-    found = profiled(profiles, kind).layers
-    errors = {layer.name: [option.gradient_error for option in layer.options] for layer in found}
+def test_errors_are_those_without_checkpoints(kind: str) -> None:
+    expected, errors = (
+        {layer.name: [option.gradient_error for option in layer.options] for layer in profiled(each).layers}
+        for each in ("none", kind)
+    )
     # Reentrant checkpoints change the order of layers, and with it on which batches each is measured.
     for name, values in expected.items():
         assert errors[name] == pytest.approx(values, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(PRICED[0], marks=pytest.mark.slow("training")), PRICED[1]])
-def test_a_searched_policy_keeps_its_word(profiles: dict[str, mt.Profile], kind: str) -> None:
-    profile, work = profiled(profiles, kind), classifying(kind)
+def test_a_searched_policy_keeps_its_word(kind: str) -> None:
+    profile, work = profiled(kind), classifying(kind)
     budget = int(0.85 * profile.peak_bytes)
     plan = mt.search_policy(profile, budget, workload=work, trials=4, objective="error")
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=2)
     assert check.policy.peak_bytes == plan.predicted.peak_bytes <= budget
     assert check.policy.saved_bytes == plan.predicted.saved_bytes
-    assert plan.predicted.gradient_error is not None
-    assert check.gradient_error is not None
-    assert plan.predicted.gradient_error / 3 < check.gradient_error < 3 * plan.predicted.gradient_error
-    uniform = mt.verify(work, POLICIES["4-bits"], steps=1, seeds=2).gradient_error
-    assert uniform is not None
-    assert check.gradient_error < uniform
+    predicted, found = known(plan.predicted.gradient_error), known(check.gradient_error)
+    assert predicted / 3 < found < 3 * predicted
+    assert found < known(mt.verify(work, POLICIES["4-bits"], steps=1, seeds=2).gradient_error)

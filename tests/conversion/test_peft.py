@@ -12,14 +12,12 @@ from torch import Tensor
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
-from tests.builders import conversion, llama
+from tests.builders import conversion, gradients, llama, own_loss
 from tests.conformance.running import relative_error
 
 IDS = torch.randint(0, 100, (4, 32), generator=torch.Generator().manual_seed(1))
-LORA = peft.LoraConfig(
-    task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "down_proj"], r=4, init_lora_weights=False
-)
-
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+LORA = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=TARGETS, r=4, init_lora_weights=False)
 ORDERS = pytest.mark.parametrize("first", [True, False], ids=["convert first", "adapt first"])
 
 
@@ -41,15 +39,12 @@ def made(first: bool) -> Any:
     return adapted(convert(base())) if first else convert(adapted(base()))
 
 
-def logits(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS).logits
-    return found
+def logits(model: Any) -> Any:
+    return model(input_ids=IDS).logits
 
 
 def grads(model: Any) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model, run=lambda: own_loss(model, {"input_ids": IDS, "labels": IDS}))
 
 
 @ORDERS
@@ -84,12 +79,10 @@ def test_what_peft_does_with_a_model_it_does_with_a_converted_one(first: bool) -
 def test_adapters_are_layers_and_wrappers_are_none() -> None:
     model = made(first=False)
     logits(model)
-    names = {
-        name for tag, _, name in conversion(model).catalog.layers() if tag == "fc" and "layers.0" in name
-    }
+    layers = conversion(model).catalog.layers()
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     adapters = ("base_layer", "lora_A.default", "lora_B.default")
-    assert names == {
+    assert {name for tag, _, name in layers if tag == "fc" and "layers.0" in name} == {
         *(f"{attention}.{name}" for name in ("k_proj", "o_proj")),
         *(f"{mlp}.{name}" for name in ("gate_proj", "up_proj")),
         *(f"{attention}.{name}.{part}" for name in ("q_proj", "v_proj") for part in adapters),

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mesa_tune import ops
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.builders import Calling, Checkpointed, encodings
+from tests.builders import Calling, Checkpointed, encodings, gradients
 
 WIDTH, ROWS = 32, 256
 EVERYTHING = 10**9
@@ -60,9 +61,14 @@ def converted(plain: nn.Module, names: str = "blocks.*", *, level: int = 256, ex
     return mt.convert(copy.deepcopy(plain), policy(names, level), seed=1, min_elements=least)
 
 
-def step(network: Callable[[Tensor], Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+def step(network: Callable[[Tensor], Tensor], x: Tensor, weights: list[Tensor] | None = None) -> list[Tensor]:
+    """The loss, and gradients of `weights`, or of all parameters that require one."""
     torch.manual_seed(5)
     y = network(x)
+    y = y.square().mean() if y.dim() else y
+    if weights is None:
+        assert isinstance(network, nn.Module)
+        weights = [weight for weight in network.parameters() if weight.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, weights)]
 
 
@@ -83,13 +89,13 @@ def test_from_exact_inputs_the_step_is_plains(names: str, training: bool) -> Non
     plain, x = Model().train(training), torch.randn(ROWS, WIDTH)
     network = converted(plain, names, exact=True)
     for _ in range(2):
-        expected, found = (step(each, list(each.parameters()), x) for each in (plain, network))
+        expected, found = (step(each, x) for each in (plain, network))
         assert same(found, expected)
         assert same(list(network.buffers()), list(plain.buffers()))
     torch.manual_seed(5)
     plain(x)
     after = torch.rand(1)
-    step(network, list(network.parameters()), x)
+    step(network, x)
     torch.manual_seed(5)
     network(x).backward()
     assert torch.equal(torch.rand(1), after)
@@ -109,7 +115,7 @@ def test_only_packed_inputs_are_kept() -> None:
 def test_gradients_from_packed_inputs_are_near() -> None:
     plain, x = Model(), torch.randn(ROWS, WIDTH)
     network = converted(plain)
-    expected, found = (step(one, list(one.parameters()), x) for one in (plain, network))
+    expected, found = (step(one, x) for one in (plain, network))
     assert 0 < error(found, expected) < 0.02**2
 
 
@@ -117,16 +123,13 @@ def test_autocast_is_that_of_the_forward() -> None:
     plain, x = Model(), torch.randn(ROWS, WIDTH)
     network = converted(plain, exact=True)
 
-    def cast(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y: Tensor = model(x)
-            return y
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y: Tensor = model(x)
+        return y
 
-        return run
-
-    expected = step(cast(plain), list(plain.parameters()), x)
-    assert same(step(cast(network), list(network.parameters()), x), expected)
+    expected, found = (step(partial(run, each), x, list(each.parameters())) for each in (plain, network))
+    assert same(found, expected)
 
 
 def test_a_second_backward_gives_the_same() -> None:
@@ -141,8 +144,8 @@ def test_two_runs_before_backward() -> None:
     network = converted(plain, exact=True)
     a, b = torch.randn(2, ROWS, WIDTH).unbind()
     expected = torch.autograd.grad(plain(a) + plain(b), list(plain.parameters()))
-    assert same(
-        list(torch.autograd.grad(network(a) + network(b), list(network.parameters()))), list(expected)
+    assert all(
+        map(torch.equal, torch.autograd.grad(network(a) + network(b), [*network.parameters()]), expected)
     )
 
 
@@ -151,8 +154,7 @@ def test_settings_hold_in_the_second_run() -> None:
     plain, x = Model(), torch.randn(ROWS, WIDTH)
     network = mt.convert(copy.deepcopy(plain), Policy.parse(text), seed=1, min_elements=1024)
     name = "blocks.1.linear.weight"
-    expected = step(plain, [plain.get_parameter(name)], x)[1]
-    found = step(network, [network.get_parameter(name)], x)[1]
+    expected, found = (step(each, x, [each.get_parameter(name)])[1] for each in (plain, network))
     assert (found - expected).norm() > 0.2 * expected.norm()
 
 
@@ -164,9 +166,8 @@ def test_changing_the_input_in_place_is_refused() -> None:
 
 
 def test_recompute_is_for_modules() -> None:
-    wrong = Policy.uniform(level=16, store="recompute")
     with pytest.raises(PolicyError, match="is for whole modules"):
-        mt.convert(Model(), wrong)
+        mt.convert(Model(), Policy.uniform(level=16, store="recompute"))
 
 
 def test_frozen_parts_and_inputs() -> None:
@@ -174,32 +175,25 @@ def test_frozen_parts_and_inputs() -> None:
     for name in ("first", "blocks.0"):
         plain.get_submodule(name).requires_grad_(False)
     network = converted(plain, exact=True)
-    expected, found = (
-        step(each, [weight for weight in each.parameters() if weight.requires_grad], x)
-        for each in (plain, network)
-    )
-    assert same(found, expected)
+    assert same(step(network, x), step(plain, x))
 
 
 def test_compiled_code_says_that_it_does_not_run_again() -> None:
     plain, x = Model().eval(), torch.randn(ROWS, WIDTH)
     network = converted(plain, exact=True)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
-    expected = step(plain, list(plain.parameters()), x)
     with pytest.warns(UserWarning, match=r"recompute` of 'blocks\.0' has no effect in compiled code"):
-        found = step(compiled, list(network.parameters()), x)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        found = step(compiled, x, list(network.parameters()))
+    torch.testing.assert_close(found, step(plain, x))
 
 
 def test_copies_are_independent() -> None:
     network, x = converted(Model().eval(), exact=True), torch.randn(ROWS, WIDTH)
     twin = copy.deepcopy(network)
-    expected = step(network, list(network.parameters()), x)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.zero_()
-    assert same(step(twin, list(twin.parameters()), x), expected)
+    expected = step(network, x)
+    for weight in network.parameters():
+        weight.data.zero_()
+    assert same(step(twin, x), expected)
 
 
 def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
@@ -213,14 +207,14 @@ def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.left = self.first(x)
             y: Tensor = self.block(x.square())
-            return y.square().mean()
+            return y
 
     network, x = Captured(), torch.randn(ROWS, WIDTH)
     weights = [network.first.weight, network.block.weight]
-    expected = step(network, weights, x)
+    expected = step(network, x, weights)
     mt.convert(network, policy("block"), seed=1, min_elements=EVERYTHING)
     for _ in range(2):
-        assert same(step(network, weights, x), expected)
+        assert same(step(network, x, weights), expected)
 
 
 class Experts(nn.Module):
@@ -243,23 +237,13 @@ class Experts(nn.Module):
 
 
 def test_experts_are_chosen_again_as_they_were() -> None:
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(WIDTH, WIDTH), Experts()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.block(self.first(x))
-            return y.square().mean()
-
-    plain, x = Routed(), torch.randn(ROWS, WIDTH)
-    network = converted(plain, "block", level=4)
-    expected = step(plain, list(plain.parameters()), x)
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts()), torch.randn(ROWS, WIDTH)
+    network = converted(plain, "1", level=4)
+    expected = step(plain, x)
     for _ in range(2):
-        network.block.chosen.clear()
-        assert same(step(network, list(network.parameters()), x), expected)
-        first, second = network.block.chosen
-        assert torch.equal(first, second)
+        network[1].chosen.clear()
+        assert same(step(network, x), expected)
+        assert torch.equal(*network[1].chosen)
 
 
 def test_inputs_without_a_gradient_stay_exact() -> None:
@@ -279,9 +263,9 @@ def test_inputs_without_a_gradient_stay_exact() -> None:
 
     plain, x = Outer(), torch.randn(ROWS, WIDTH)
     plain.first.requires_grad_(False)
-    expected = step(plain, [plain.block.weight], x)
     network = converted(plain, "block")
-    assert same(step(network, [network.block.weight], x), expected)
+    expected, found = (step(each, x, [each.block.weight]) for each in (plain, network))
+    assert same(found, expected)
 
 
 def test_choices_that_no_input_takes_part_in_leave_it_packed() -> None:
@@ -293,9 +277,7 @@ def test_choices_that_no_input_takes_part_in_leave_it_packed() -> None:
 
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Calling(windows), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
-    expected = step(lambda x: plain(x).square().mean(), list(plain.parameters()), x)
-    network = converted(plain, "1")
-    found = step(lambda x: network(x).square().mean(), list(network.parameters()), x)
+    expected, found = (step(each, x) for each in (plain, converted(plain, "1")))
     assert 0 < error(found[1:], expected[1:]) < 1e-3
 
 
@@ -304,9 +286,10 @@ def test_small_rows_have_groups_of_their_own() -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), normed)
     x = torch.randn(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[torch.randperm(ROWS), None]
     weight = torch.randn(ROWS, WIDTH)
-    expected = step(lambda x: (plain(x) * weight).sum(), list(plain.parameters()), x)
-    network = converted(plain, "1")
-    found = step(lambda x: (network(x) * weight).sum(), list(network.parameters()), x)
+    expected, found = (
+        step(lambda x, each=each: (each(x) * weight).sum(), x, list(each.parameters()))
+        for each in (plain, converted(plain, "1"))
+    )
     assert 0 < error(found[1:], expected[1:]) < 1e-3
 
 
@@ -331,19 +314,17 @@ def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(), Residual(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
 
-    def gradients(network: nn.Module) -> list[Tensor]:
+    def all_gradients(network: nn.Module) -> list[Tensor]:
         torch.manual_seed(5)
-        network.zero_grad()
-        network(x).square().mean().backward()
-        return [each.grad.clone() for each in network.parameters() if each.grad is not None]
+        return list(gradients(network, x).values())
 
-    expected = gradients(plain)
+    expected = all_gradients(plain)
     for each in (plain[1], plain[2]):
         each.checkpointed.reentrant = reentrant  # type: ignore[union-attr]
     network = converted(plain, names, exact=exact)
     packs = not exact and names == "1 2"  # around: inputs are the checkpoint's own
     for _ in range(3):
-        found = gradients(network)
+        found = all_gradients(network)
         assert 0 < error(found, expected) < 1e-3 if packs else same(found, expected)
 
 

@@ -1,7 +1,7 @@
 """`tile` of modules (`on module:`): MLPs and attention run in slices, and nothing inside is ever whole."""
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,14 +23,10 @@ WIDTH, HIDDEN = 32, 512
 CUTS = [((8, 48, WIDTH), 3), ((2, 48, WIDTH), 16), ((1, 7, WIDTH), 2), ((40, WIDTH), 3)]
 
 
-class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.dropout(F.gelu(self.up(x)), self.dropout, training=self.training))
-        return y
+def perceptron(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, HIDDEN), Calling(F.gelu), nn.Dropout(dropout), nn.Linear(HIDDEN, WIDTH)
+    )
 
 
 class Residual(nn.Module):
@@ -44,15 +40,9 @@ class Residual(nn.Module):
         return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
 
 
-class Model(nn.Module):
-    def __init__(self, *mlps: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(mlp) for mlp in mlps or (Mlp(), Mlp()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def residual(*mlps: nn.Module) -> nn.Module:
+    blocks = nn.Sequential(*(Residual(mlp) for mlp in mlps or (perceptron(), perceptron())))
+    return nn.Sequential(OrderedDict(blocks=blocks))
 
 
 def policy(*lines: str, names: str = "blocks.*.mlp", tile: int = 4) -> Policy:
@@ -74,7 +64,7 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("shape", "tile"), CUTS, ids=str)
 def test_from_exact_inputs_the_step_is_plains(shape: tuple[int, ...], tile: int) -> None:
-    model, x = Model(), torch.randn(shape)
+    model, x = residual(), torch.randn(shape)
     network = converted(model, policy("store: exact", tile=tile))
     for _ in range(2):
         (expected, plain), (y, found) = gradients(model, x), gradients(network, x)
@@ -84,19 +74,18 @@ def test_from_exact_inputs_the_step_is_plains(shape: tuple[int, ...], tile: int)
 
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "in blocks that run again"])
 def test_the_hidden_layer_is_never_whole(again: bool) -> None:
-    rows = (16, 128)
-    whole = 16 * 128 * HIDDEN * 4
+    rows = 16, 128
     blocks = "    by_name: blocks.*\n    store: recompute\n\n" if again else ""
     text = f"on module:\n{blocks}    by_name: blocks.*.mlp\n    store: exact\n    tile: 8\n"
-    network = mt.convert(Model(), Policy.parse(text), seed=0)
+    network = mt.convert(residual(), Policy.parse(text), seed=0)
     optimizer = torch.optim.SGD(network.parameters())
     step = measure_step(network, torch.randn(*rows, WIDTH), lambda f, x: f(x).square().mean(), optimizer)
-    assert step.peak_bytes - step.static_bytes - step.saved_bytes < whole
+    assert step.peak_bytes - step.static_bytes - step.saved_bytes < 16 * 128 * HIDDEN * 4
 
 
 def test_packed_slices_round_differently() -> None:
     """Linear layers have no bias. Of equal rows, only the mean error matters."""
-    model = Model(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)))
+    model = residual(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)))
     x = torch.randn(WIDTH).expand(8, 64, WIDTH)
     _, exact = gradients(model, x)
 
@@ -112,7 +101,7 @@ def test_packed_slices_round_differently() -> None:
 
 
 def test_dropout_is_drawn_again_as_it_was() -> None:
-    network = converted(Model(Mlp(dropout=0.5)), policy("store: exact"))
+    network = converted(residual(perceptron(dropout=0.5)), policy("store: exact"))
     x = torch.randn(8, 16, WIDTH)
     torch.manual_seed(3)
     y, found = gradients(network, x)
@@ -186,7 +175,7 @@ class BatchNorm(nn.BatchNorm1d):
 def test_what_cannot_be_cut_runs_again_as_a_whole(
     mlp: nn.Module, names: str, shape: tuple[int, ...], why: str
 ) -> None:
-    model, x = Model(mlp), torch.randn(shape)
+    model, x = residual(mlp), torch.randn(shape)
     network = converted(model, policy("store: exact", names=names))
     notice._given.clear()
     with pytest.warns(UserWarning, match=rf"`tile` of '{names}' has no effect: .*{why}"):
@@ -197,20 +186,20 @@ def test_what_cannot_be_cut_runs_again_as_a_whole(
 
 
 def test_samples_are_cut_where_tokens_depend_on_each_other() -> None:
-    model, x = Model(Calling(shifted)), torch.randn(8, 16, WIDTH)
+    model, x = residual(Calling(shifted)), torch.randn(8, 16, WIDTH)
     network = converted(model, policy("store: exact"))
     torch.testing.assert_close(gradients(network, x), gradients(model, x))
 
 
 def test_tensors_of_samples_are_cut_with_the_input() -> None:
-    model, x = Model(Inner(nn.Bilinear(WIDTH, WIDTH, WIDTH), None)), torch.randn(8, 6, WIDTH)
+    model, x = residual(Inner(nn.Bilinear(WIDTH, WIDTH, WIDTH), None)), torch.randn(8, 6, WIDTH)
     network = converted(model, policy("store: exact", names="*.inner"))
     torch.testing.assert_close(gradients(network, x), gradients(model, x), rtol=1e-4, atol=1e-4)
     assert has_slices(network.blocks[0].mlp.inner)
 
 
 def test_the_check_changes_neither_random_numbers_nor_modes() -> None:
-    network = converted(Model(Mlp(dropout=0.5)), policy("store: exact"))
+    network = converted(residual(perceptron(dropout=0.5)), policy("store: exact"))
     network.blocks[0].norm.eval()
     modes, x = [module.training for module in network.modules()], torch.randn(8, 16, WIDTH)
     outputs = []
@@ -222,7 +211,7 @@ def test_the_check_changes_neither_random_numbers_nor_modes() -> None:
 
 
 def test_with_a_checkpoint_around_and_under_autocast() -> None:
-    model, x = Model(), torch.randn(8, 48, WIDTH)
+    model, x = residual(), torch.randn(8, 48, WIDTH)
     network = converted(model, policy("store: exact"))
 
     def step(f: nn.Module) -> Tensor:
@@ -239,11 +228,7 @@ MODELS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "llama": (transformers.LlamaForCausalLM, llama_config(32), ("*.mlp", "*.self_attn")),
     "gpt2": (transformers.GPT2LMHeadModel, gpt2_config(32), ("*.mlp", "*.attn")),
     "bert": (transformers.BertForMaskedLM, bert_config(32), ("*.attention", "*.intermediate")),
-    "t5": (
-        transformers.T5ForConditionalGeneration,
-        t5_config(32),
-        ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
-    ),
+    "t5": (transformers.T5ForConditionalGeneration, t5_config(32), ("*Attention", "*.DenseReluDense")),
 }
 
 
@@ -256,9 +241,8 @@ def test_parts_of_transformers_models(name: str, padded: bool) -> None:
     kind, config, names = MODELS[name]
     model = kind(config).train(mode=False)
     ids = torch.randint(1, 64, (4, 24))
-    mask = (
-        (torch.arange(24) < torch.tensor([[24], [20], [16], [3]])).long() if padded else torch.ones_like(ids)
-    )
+    lengths = torch.tensor([24, 20, 16, 3] if padded else [24] * 4)
+    mask = (torch.arange(24) < lengths[:, None]).long()
     found = [name for name, _ in model.named_modules() if any(fnmatchcase(name, glob) for glob in names)]
     assert len(found) >= 4
     network = converted(model, policy("store: exact", names=", ".join(names)))

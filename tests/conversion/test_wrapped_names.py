@@ -23,8 +23,6 @@ from tests.conformance.running import relative_error
 
 TOKENS = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 
-Wrap = Callable[[ViT], nn.Module]
-
 
 @pytest.fixture(autouse=True)
 def _group(tmp_path: Path) -> Iterator[None]:
@@ -40,7 +38,7 @@ def sharded(model: ViT) -> nn.Module:
     return model
 
 
-def checkpointed(model: ViT) -> nn.Module:
+def checkpointed(model: ViT) -> ViT:
     for place, block in enumerate(model.blocks):
         model.blocks[place] = checkpoint_wrapper(block)
     return model
@@ -54,34 +52,27 @@ def in_peft(model: ViT) -> nn.Module:
     return whole
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    whole: Any = torch.compile(model)
-    assert isinstance(whole, nn.Module)
-    return whole
-
-
-WRAPS: dict[str, Wrap] = {
+WRAPS: dict[str, Callable[[ViT], Any]] = {
     "FSDP2": sharded,
     "checkpointed": checkpointed,
     "PEFT": in_peft,
-    "compiled": compiled,
+    "compiled": torch.compile,
     "DataParallel": nn.DataParallel,
     "DDP": DistributedDataParallel,
     "average": AveragedModel,
-    "checkpointed, FSDP2": lambda model: sharded(checkpointed(model)),  # type: ignore[arg-type]
-    "PEFT, DDP, compiled": lambda model: compiled(DistributedDataParallel(in_peft(model))),
+    "checkpointed, FSDP2": lambda model: sharded(checkpointed(model)),
+    "PEFT, DDP, compiled": lambda model: torch.compile(DistributedDataParallel(in_peft(model))),
 }
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_names_indices_and_policies(wrap: str, tmp_path: Path) -> None:
+def test_names_indices_and_policies(wrap: str) -> None:
     plain, wrapped = ViT(depth=1), WRAPS[wrap](ViT(depth=1))
     assert {name for name, _ in named_layers(wrapped)} == {name for name, _ in named_layers(plain)}
     assert Catalog.of(wrapped).layers() == Catalog.of(plain).layers()
     assert Catalog.of(wrapped).fingerprint == Catalog.of(plain).fingerprint
     text = "# mesa-tune policy 1\n# model ViT (layers {})\non fc:\n    by_name: blocks.0.fc1\n    level: 4\n"
-    (tmp_path / "policy.txt").write_text(text.format(Catalog.of(plain).fingerprint))
-    policy = mt.Policy.load(tmp_path / "policy.txt")
+    policy = mt.Policy.parse(text.format(Catalog.of(plain).fingerprint))
     assert policy.header.fingerprint is not None
     for used in (plain, wrapped):
         mt.convert(used, policy)
@@ -98,13 +89,11 @@ def test_a_class_of_ones_own_with_two_bases_has_its_name() -> None:
     assert len(fingerprints) == 2
 
 
-def full(grad: Any) -> Tensor:
-    whole: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return whole
-
-
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(grad) for name, grad in gradients(model, TOKENS).items()}
+    found: dict[str, Any] = {**gradients(model, TOKENS)}
+    return {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()
+    }
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])

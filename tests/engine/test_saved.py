@@ -7,15 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune as mt
-from mesa_tune.codecs import Spec
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import decided, store
 from mesa_tune.formulas import linear
 from mesa_tune.ops.devices import as_on_cuda
-from mesa_tune.policy.settings import LayerSettings
+from tests.builders import Dispatched, spec
 
 KEY = torch.tensor([5], dtype=torch.int64)
 LARGE = 1 << 16
@@ -28,18 +26,15 @@ def lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(x: Tensor, axis: int = 0, **settings: Any) -> SavedTensor:
-    spec = Spec.of(LayerSettings.from_dict({"level": 16, **settings}), 0)
-    assert spec is not None
-    spec = spec.along(axis)
-    packing = decided(x, spec)
-    return SavedTensor(store(x, packing, spec, KEY), packing, spec)
+    along = spec(**{"level": 16, **settings}).along(axis)
+    packing = decided(x, along)
+    return SavedTensor(store(x, packing, along, KEY), packing, along)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"quant_groups": 4}, {"drop": 0.5}, {"allocation": "sample"}, {"store": "offload"}],
-    ids=str,
-)
+STORED = [{}, {"quant_groups": 4}, {"drop": 0.5}, {"allocation": "sample"}, {"store": "offload"}]
+
+
+@pytest.mark.parametrize("settings", STORED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None], ids=str)
 def test_a_tensor_in_another_dtype_is_the_decoded_copy_cast(
     settings: dict[str, Any], dtype: torch.dtype | None
@@ -60,9 +55,7 @@ def test_a_wider_dtype_decodes_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.9])
-@pytest.mark.parametrize(
-    "shape", [(5, 8, LARGE // 40 + 1), (7, 16, 20, 30), (6, LARGE // 48 + 1, 8)], ids=str
-)
+@pytest.mark.parametrize("shape", [(5, 8, LARGE // 40 + 1), (7, 16, 20, 30), (6, LARGE // 48 + 1, 8)])
 @pytest.mark.usefixtures("lower_limit")
 def test_rows_are_decoded_some_samples_at_a_time(shape: tuple[int, ...], share: float) -> None:
     torch.manual_seed(0)
@@ -91,19 +84,6 @@ def test_on_cuda_only_the_largest_tensors_are_decoded_in_pieces(
             assert (1 if parts is None else len(list(parts))) == pieces
 
 
-class Decoded(TorchDispatchMode):
-    """The tensors into which something is decoded."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.mesa_tune.dequantize_out.default:
-            self.tensors.append(args[-1])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.usefixtures("lower_limit")
 @pytest.mark.parametrize("kind", ["linear", "linear in pieces", "conv"])
 def test_a_large_input_is_never_whole_under_autocast(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +99,10 @@ def test_a_large_input_is_never_whole_under_autocast(kind: str, monkeypatch: pyt
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(2 * (x.mT if kind == "conv" else x)).float().square().mean()
-        with Decoded() as decoded:
+        with Dispatched("dequantize_out") as decoded:
             loss.backward()
         gradients.append(cast(Tensor, layer.weight.grad))
-    in_one_pass = kind == "linear"
-    assert {tensor.dtype for tensor in decoded.tensors} == (set() if in_one_pass else {torch.bfloat16})
-    assert max((tensor.numel() for tensor in decoded.tensors), default=0) <= LARGE // 2
+    targets: list[Tensor] = [target for *_, target in decoded.calls]
+    assert {target.dtype for target in targets} == (set() if kind == "linear" else {torch.bfloat16})
+    assert max((target.numel() for target in targets), default=0) <= LARGE // 2
     torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * float(gradients[0].abs().max()))
