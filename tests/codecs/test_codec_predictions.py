@@ -22,8 +22,6 @@ OPTIONS = {
     "half of the rows, exact": LayerSettings(rows=0.5, store="exact"),
     "offload": LayerSettings(store="offload"),
 }
-
-
 WORK = workload(lambda: ViT(depth=1))
 
 
@@ -45,15 +43,13 @@ def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
 def test_predicted_bytes_are_the_measured_ones(profile: Profile, name: str) -> None:
     policy = policy_of(profile, OPTIONS[name])
     assert mt.Policy.parse(policy.dumps()) == policy
-    model = WORK.build()
-    optimizer = WORK.make_optimizer(model)
-    mt.convert(model, policy)
+    model = mt.convert(WORK.build(), policy)
 
     def loss(model, batch):  # type: ignore[no-untyped-def]
         with mt.compress_saved(policy):
             return WORK.compute_loss(model, batch)
 
-    measured = measure_step(model, WORK.make_batch(), loss, optimizer)
+    measured = measure_step(model, WORK.make_batch(), loss, WORK.make_optimizer(model))
     predicted = profile.predict(policy)
     assert predicted.saved_bytes == pytest.approx(measured.saved_bytes, abs=64)
     if OPTIONS[name].rows < 1:
@@ -67,9 +63,8 @@ def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:
     layer = next(layer for layer in profile.layers if layer.name.endswith("fc1"))
     by_settings = {option.settings: option for option in layer.options}
     assert OPTIONS["offload"] not in by_settings
-    four, dropped, exact = (
-        by_settings[OPTIONS[name]] for name in ("4 bits", "dropped", "dropped, survivors exact")
-    )
+    names = "4 bits", "dropped", "dropped, survivors exact"
+    four, dropped, exact = (by_settings[OPTIONS[name]] for name in names)
     assert dropped.bytes < four.bytes < exact.bytes < layer.bytes
     assert dropped.tensor_error > exact.tensor_error > four.tensor_error > 0
     unknown = [option.settings for option in layer.options if option.gradient_error is None]
