@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from mesa_tune import ops
 from mesa_tune.cli import run
@@ -25,7 +24,8 @@ from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.workload.workload import Workload
-from tests.builders import workload
+from tests.builders import known, workload
+from tests.step_memory import regression
 from tests.synthetic import COARSE, synthetic_profile
 
 WIDTH, SAMPLES = 64, 128
@@ -48,19 +48,12 @@ BATCH_SIZE = 128
 """
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-WORKLOAD = workload(mlp, batch, loss, batch_size=SAMPLES)
+WORKLOAD = workload(
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+    lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),
+    regression,
+    batch_size=SAMPLES,
+)
 
 
 def checked_anew(policy: Policy) -> Verification:
@@ -76,18 +69,13 @@ class TestVerify:
         # Two hidden tensors, and the prediction that the loss keeps.
         assert found.baseline.saved_bytes == 3 * 4 * KEPT
         packed = ops.packed_bytes(KEPT, 4)
-        assert found.policy.saved_bytes is not None
-        assert 2 * packed <= found.policy.saved_bytes <= 3 * packed + 4 * KEPT
+        assert 2 * packed <= known(found.policy.saved_bytes) <= 3 * packed + 4 * KEPT
 
     def test_less_is_kept_the_fewer_the_bits(self) -> None:
         four, eight = checked(Policy.uniform(level=16)), checked(Policy.uniform(level=256))
-        assert four.policy.saved_bytes is not None
-        assert eight.policy.saved_bytes is not None
-        assert four.policy.saved_bytes < eight.policy.saved_bytes
+        assert known(four.policy.saved_bytes) < known(eight.policy.saved_bytes)
         assert four.baseline.peak_bytes == eight.baseline.peak_bytes
-        assert four.gradient_error is not None
-        assert eight.gradient_error is not None
-        assert 50 * eight.gradient_error < four.gradient_error
+        assert 50 * known(eight.gradient_error) < known(four.gradient_error)
 
     def test_nothing_changes_under_the_empty_policy(self) -> None:
         found = checked(Policy())
@@ -122,9 +110,7 @@ class TestVerify:
     def test_where_plain_does_not_fit_exact_gradients_come_from_checkpoints(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(
-            verification, "measure_second_step", failing(meter.measure_second_step, calls={0})
-        )
+        run_out_of_memory(monkeypatch, calls={0})
         found = checked_anew(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
         assert found.step_ratio is None
@@ -134,37 +120,26 @@ class TestVerify:
         assert found.policy.step_ms
 
     def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            verification, "measure_second_step", failing(meter.measure_second_step, calls={0, 1})
-        )
+        run_out_of_memory(monkeypatch, calls={0, 1})
         with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
             checked_anew(Policy.uniform(level=16))
 
 
-def failing(function: Callable[..., object], calls: set[int]) -> Callable[..., object]:
-    """`function`, which runs out of memory in its calls of these numbers."""
-    count = iter(range(1000))
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Let the measurements of these numbers run out of memory."""
+    number = itertools.count()
 
-    def called(*arguments: object) -> object:
-        if next(count) in calls:
+    def called(*arguments: Any) -> object:
+        if next(number) in calls:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return function(*arguments)
+        return meter.measure_second_step(*arguments)
 
-    return called
+    monkeypatch.setattr(verification, "measure_second_step", called)
 
 
 class TestDocument:
-    FOUND = Verification(
-        Measured(100, 80, 5.0),
-        Measured(50, 20, 6.0),
-        (0.1, 0.3),
-        Ratio(1.2, 1.1, 1.3),
-        Prediction(20, 50, 0.1, None),
-        "cpu",
-        8,
-        "2.13.0",
-        5,
-    )
+    MEASURED = Measured(100, 80, 5.0), Measured(50, 20, 6.0), (0.1, 0.3), Ratio(1.2, 1.1, 1.3)
+    FOUND = Verification(*MEASURED, Prediction(20, 50, 0.1, None), "cpu", 8, "2.13.0", 5)
 
     def test_has_the_contracts_keys(self) -> None:
         document = self.FOUND.to_dict()
@@ -195,18 +170,17 @@ class TestDocument:
 
 
 class TestCommand:
+    HEADER = replace(Policy.uniform(level=16).header, budget="6.00 GB")
+    BUDGETED = replace(Policy.uniform(level=16), header=HEADER).dumps()
+
     @pytest.fixture(name="folder")
     def _folder(self, tmp_path: Path) -> Path:
         """A run whose profile names a real model file, and a policy for it."""
         path = tmp_path / "model.py"
         path.write_text(MODEL_FILE)
         made_from = Workload.load(path, device="cpu")
-        made = replace(
-            synthetic_profile(1, grid=COARSE),
-            model=str(path),
-            fingerprint=made_from.fingerprint,
-            batch_size=made_from.batch_size,
-        )
+        names = {"model": str(path), "fingerprint": made_from.fingerprint}
+        made = replace(synthetic_profile(1, grid=COARSE), batch_size=made_from.batch_size, **names)
         made.save(tmp_path / "run" / "profile.json")
         (tmp_path / "run" / "policy.txt").write_text(Policy.uniform(level=16).dumps())
         return tmp_path / "run"
@@ -240,14 +214,12 @@ class TestCommand:
     def test_names_the_budget_that_the_policy_is_for(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        header = replace(Policy.uniform(level=16).header, budget="6.00 GB")
-        (folder / "policy.txt").write_text(replace(Policy.uniform(level=16), header=header).dumps())
+        (folder / "policy.txt").write_text(self.BUDGETED)
         assert self.verify(folder) == 0
         assert "for a budget of 6.00 GB, batch 128: 1 step of each, in turn" in capsys.readouterr().out
 
     def test_after_force_the_same_is_the_same(self, folder: Path) -> None:
-        header = replace(Policy.uniform(level=16).header, budget="6.00 GB")
-        (folder / "policy.txt").write_text(replace(Policy.uniform(level=16), header=header).dumps())
+        (folder / "policy.txt").write_text(self.BUDGETED)
         path = str(folder / "policy.txt")
         assert self.verify(folder, "--policy", path, "--force") == 0
         assert self.verify(folder, "--policy", path) == 0
