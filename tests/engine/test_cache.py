@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import cache
 from mesa_tune.engine.plan import CallPlan
+from tests.builders import Calling, conversion, known, policy_of
 from tests.cached_calls import X, check_step, refuse, refusing, same, step, twins, uncached
 
 
@@ -111,9 +112,7 @@ def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: pytest.Monke
         if turn == 2:
             for each in (model, twin):
                 CHANGES[name](each)
-        x = X.to(model.weight.dtype)
-        x = x[:4] if turn == 3 else x
-        check_step(model, twin, x)
+        check_step(model, twin, X[: 4 if turn == 3 else 6].to(model.weight.dtype))
 
 
 def test_autocast_is_seen() -> None:
@@ -141,9 +140,8 @@ def test_the_batch_is_not_packed_where_the_last_input_was() -> None:
     for times in (2, 2, 1, 1, 2):
         model.zero_grad()
         model(X, times).sum().backward()
-        found, exact = model.linear.weight.grad, (X * times).sum((0, 1)).expand(5, 12)
-        assert found is not None
-        assert torch.allclose(found, exact, atol=1e-3) == (times == 1)
+        exact = (X * times).sum((0, 1)).expand(5, 12)
+        assert torch.allclose(known(model.linear.weight.grad), exact, atol=1e-3) == (times == 1)
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, {"drop": 0.9}, {"group_size": 64}], ids=str)
@@ -163,7 +161,7 @@ def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch)
         step(model, X[:4])
 
 
-def test_a_tensor_is_packed_once_for_all_cached_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_packed_once_for_all_cached_calls() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,18 +171,12 @@ def test_a_tensor_is_packed_once_for_all_cached_calls(monkeypatch: pytest.Monkey
             y = x * self.q.bias
             return torch.mm(self.q(y).flatten(0, 1).T, self.k(y).flatten(0, 1))
 
-    counts: list[int] = []
-    encode = quantize.encode
-
-    def counted(*given: Any) -> list[Tensor]:
-        counts[-1] += 1
-        return encode(*given)
-
-    monkeypatch.setattr(quantize, "encode", counted)
+    counts = []
     model = mt.convert(Shared(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     for _ in range(4):
-        counts.append(0)
-        step(model)
+        with mock.patch.object(quantize, "encode", wraps=quantize.encode) as encode:
+            step(model)
+        counts.append(encode.call_count)
     assert counts == [counts[0]] * 4
     assert counts[0] < 5  # y once, and the two factors of the product; not y for each layer
 
@@ -192,17 +184,15 @@ def test_a_tensor_is_packed_once_for_all_cached_calls(monkeypatch: pytest.Monkey
 def test_several_shapes_are_cached() -> None:
     model, twin = converted(), converted()
     for turn in range(9):
-        x = X[: 4 + turn % 3]
-        check_step(model, twin, x, refused=FUNCTIONS if turn > 5 else ())
+        check_step(model, twin, X[: 4 + turn % 3], refused=FUNCTIONS if turn > 5 else ())
 
 
 def test_shapes_that_differ_from_step_to_step_are_not_cached() -> None:
     model = converted()
-    conversion = conversion_of(model)
-    assert conversion is not None
     for size in range(2, 7):
         step(model, X[:size])
-    assert {name for name, calls in conversion.calls.calls.items() if calls} <= {"mm.0"}  # of one sample
+    calls = conversion(model).calls.calls
+    assert {name for name in calls if calls[name]} <= {"mm.0"}  # of one sample
 
 
 def test_a_tensor_that_is_passed_twice() -> None:
@@ -238,9 +228,7 @@ def test_copies_have_caches_of_their_own() -> None:
     for _ in range(3):
         step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        conversion = conversion_of(other)
-        assert conversion is not None
-        assert not conversion.calls.calls
+        assert not conversion(other).calls.calls
         assert same(step(other), step(copy.deepcopy(model)))
 
 
@@ -264,17 +252,12 @@ def test_how_a_small_view_is_stored_does_not_depend_on_the_calls_before() -> Non
         assert type(model(x, is_view).grad_fn).__name__ == copied[is_view]
 
 
-class _Activation(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
-
-
 class _ManyTimes(nn.Module):
     """One activation, called so often that its calls are alike before its index is known."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.linear, self.often = _Activation(), nn.Linear(12, 12), _Activation()
+        self.before, self.linear, self.often = Calling(F.gelu), nn.Linear(12, 12), Calling(F.gelu)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.before(self.linear(x))
@@ -284,28 +267,20 @@ class _ManyTimes(nn.Module):
 
 
 def test_settings_that_change_after_the_first_forward_are_those_of_the_next() -> None:
-    text = (
-        "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 4\n"
-    )
+    text = "on gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 4\n"
     plain, steps = _ManyTimes(), []
     for alike in (nullcontext, uncached):
-        model = mt.convert(copy.deepcopy(plain), mt.Policy.parse(text), seed=1, min_elements=0)
-        conversion = conversion_of(model)
-        assert conversion is not None
+        model = mt.convert(copy.deepcopy(plain), policy_of(text), seed=1, min_elements=0)
         with alike():
             first = step(model)
-            assert ("often.gelu.0" in conversion.calls.calls) == (alike is nullcontext)
+            assert ("often.gelu.0" in conversion(model).calls.calls) == (alike is nullcontext)
             steps.append([first, step(model), step(model)])
     assert all(same(one, other) for one, other in zip(*steps, strict=True))
-    exact = step(plain)
-    fine, coarse = ([_distance(each, exact) for each in one[:2]] for one in steps)
-    assert coarse[1] > 100 * coarse[0]
-    assert fine == coarse
-
-
-def _distance(found: list[Tensor | None], right: list[Tensor | None]) -> float:
-    pairs = [(a, b) for a, b in zip(found, right, strict=True) if a is not None and b is not None]
-    return sum(float((a - b).square().sum()) for a, b in pairs)
+    first, second, _ = (
+        sum((known(a) - known(b)).square().sum().item() for a, b in zip(found, step(plain), strict=True))
+        for found in steps[0]
+    )
+    assert second > 100 * first
 
 
 def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:
@@ -350,15 +325,9 @@ def test_an_output_is_exposed_though_no_input_can_be_made_again(size: int) -> No
 def test_calls_without_guards_stay_planned() -> None:
     weight = nn.Parameter(torch.randn(12, 12))
 
-    class Products(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.mm(x, self.weight)
-
-    model = mt.convert(Products(), mt.Policy.uniform(level=16), min_elements=0)
+    products = Calling(lambda x: torch.mm(x, weight))
+    products.weight = weight
+    model = mt.convert(products, mt.Policy.uniform(level=16), min_elements=0)
     rows = torch.eye(12).to_sparse_csr()
     for _ in range(4):
         assert torch.equal(model(rows), torch.mm(rows, weight))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from tests.builders import Calling, policy_of
 from tests.cached_calls import X, check_step, refusing, same, twins, uncached
 from tests.conformance.cases import Direct
 from tests.functional_cases import CASES, fresh, gradients
@@ -26,8 +26,7 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor, masks: tuple[Tensor, ...] = ()) -> Tensor:
         q = (x * self.scale).view(6, 16, 2, 6).transpose(1, 2)
-        mask = torch.add(*masks) if len(masks) == 2 else None
-        mask = masks[0] if len(masks) == 1 else mask
+        mask = torch.add(*masks) if len(masks) == 2 else next(iter(masks), None)
         return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
 
 
@@ -82,8 +81,7 @@ def test_parts_of_multi_head_attention_are_cached() -> None:
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=str)
 def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> None:
     policy, target = mt.Policy.uniform(level=16, **settings), torch.arange(6)
-    head = nn.Linear(200, 2000)
-    x = torch.randn(6, 200, requires_grad=True)
+    head, x = nn.Linear(200, 2000), torch.randn(6, 200, requires_grad=True)
     for turn in range(5):
         refused = refusing(F.linear, F.cross_entropy) if turn > 2 else nullcontext()
         with mt.compress_saved(policy, seed=turn), refused:
@@ -94,11 +92,9 @@ def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> No
         assert 0 < (found - right).norm() < 0.5 * right.norm()
 
 
-class Called(nn.Module):
-    """A call of a function."""
-
-    def forward(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
+def called() -> Calling:
+    """A module that calls the function it is given."""
+    return Calling(lambda function, args, kwargs: function(*args, **kwargs))
 
 
 class Lists(nn.Module):
@@ -153,7 +149,7 @@ def test_in_place_calls_are_cached_by_what_may_be_changed() -> None:
 
 @pytest.mark.parametrize(("first", "then"), [(0.0, -0.0), (0, False), (1, 1.0), (0.5, 0.25)])
 def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
-    model = mt.convert(Called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model = mt.convert(called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     x = torch.randn(6, 20, requires_grad=True) * 1.0
     for number in (first, first, then, then, first):
         found, right = model(Tensor.masked_fill, [x, x < 0, number], {}), x.masked_fill(x < 0, number)
@@ -163,15 +159,8 @@ def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
 
 CAST = (
     *("linear", "addmm", "conv2d", "conv_transpose1d", "batch_norm", "layer_norm", "gelu", "mul", "einsum"),
-    *(
-        "softmax",
-        "matmul",
-        "baddbmm",
-        "attention_float_mask",
-        "cross_entropy",
-        "mse_loss",
-        "cosine_similarity",
-    ),
+    *("softmax", "matmul", "baddbmm", "attention_float_mask", "cross_entropy"),
+    *("mse_loss", "cosine_similarity"),
 )
 """Functions whose inputs or outputs autocast casts, each in another way."""
 
@@ -184,7 +173,7 @@ CAST = (
 def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
     """The first call is planned, the second cached, the third runs by what is cached."""
     case = CASES[name]
-    model, twin = twins(Called())
+    model, twin = twins(called())
     for turn in range(3):
         found = []
         for each, way in ((model, nullcontext()), (twin, uncached())):
@@ -197,17 +186,15 @@ def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
 
 
 def test_another_function_of_the_same_name_is_another() -> None:
-    model = mt.convert(Called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model = mt.convert(called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     x = torch.randn(4, 4, requires_grad=True)
     for function in (torch.clamp_min, torch.clamp_min, torch.clamp_min, torch.clamp_max, torch.clamp_min):
         assert torch.equal(model(function, [x, 0.5], {}), function(x, 0.5))
 
 
 def test_what_a_loss_saves_does_not_depend_on_the_losses_before() -> None:
-    text = (
-        "# mesa-tune policy 1\non loss:\n    by_index: 0\n    level: 256\n\n    by_index: 1\n    level: 2\n"
-    )
-    policy, x = mt.Policy.parse(text), torch.randn(64, 100, requires_grad=True)
+    text = "on loss:\n    by_index: 0\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    policy, x = policy_of(text), torch.randn(64, 100, requires_grad=True)
     found = []
     for before in (False, True, False):
         if before:

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import ops
-from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.rebuild import Ingredients
 from mesa_tune.formulas import relu
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
+from tests.builders import conversion
+from tests.compat_measures import error
 
 WIDTH, ROWS = 64, 256
 NARROW, WIDE = ROWS * WIDTH, ROWS * 4 * WIDTH
@@ -35,6 +36,17 @@ class Mlp(nn.Module):
         h = F.dropout(self.activation(self.first(self.norm(x))), self.dropout)
         y: Tensor = self.second(h)
         return x + y
+
+
+class Other(Mlp):
+    """The layers of `Mlp`, called by a function of them and the input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
 
 
 class Gated(nn.Module):
@@ -97,10 +109,6 @@ def gradient_error(plain: nn.Module, x: Tensor, *names: str) -> tuple[float, Any
     network = converted(plain, "derive")
     weights = [network.get_parameter(name) for name in names]
     return max(error(step(network, x, weights)[1], exact) for _ in range(2)), network
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).square().sum() / exact.square().sum()).item()
 
 
 def saved(network: nn.Module, x: Tensor) -> int:
@@ -168,40 +176,32 @@ def test_checkpointed_parts(name: str, reentrant: bool) -> None:
     plain, x = make().eval(), batch()
     _, exact = step(plain, x, list(plain.parameters()))
     network = converted(plain, "derive")
-    first, second = network[0], network[1]
-
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(second, first(x), use_reentrant=reentrant)
-        return result
-
+    first, second = network
     for _ in range(2):
-        _, found = step(forward, x, list(network.parameters()))
+        _, found = step(
+            lambda x: checkpoint(second, first(x), use_reentrant=reentrant), x, [*network.parameters()]
+        )
         assert 0 < error(found, exact) < 1e-3
 
 
-class Changed(Mlp):
+def changed(mlp: Mlp, x: Tensor) -> Any:
     """The output of the norm changes before it is used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        with torch.no_grad():
-            h.mul_(3)
-        y: Tensor = self.first(h)
-        return y
+    h = mlp.norm(x)
+    with torch.no_grad():
+        h.mul_(3)
+    return mlp.first(h)
 
 
 def test_an_output_that_changed_is_stored() -> None:
-    assert gradient_error(model(Changed()), rows(), "1.first.weight")[0] < 1e-3
+    assert gradient_error(model(Other(changed)), rows(), "1.first.weight")[0] < 1e-3
 
 
 def test_views_are_made_again_as_views() -> None:
-    class Heads(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(x).view(16, 16, 4, 16).permute(0, 2, 1, 3)
-            y: Tensor = h @ h.mT
-            return y
+    def heads(mlp: Mlp, x: Tensor) -> Any:
+        h = mlp.norm(x).view(16, 16, 4, 16).permute(0, 2, 1, 3)
+        return h @ h.mT
 
-    plain, x = model(Heads()), rows()
+    plain, x = model(Other(heads)), rows()
     assert 0 < gradient_error(plain, x, "1.norm.weight", "1.norm.bias")[0] < 1e-3
     stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
     assert stored - derived == ops.packed_bytes(NARROW, 8)
@@ -213,12 +213,8 @@ def test_without_a_producer_to_derive_from_the_layer_stores() -> None:
 
 
 def test_small_parts_of_an_output_are_stored_exactly() -> None:
-    class First(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.first(self.norm(x)[:8])
-            return y
-
-    assert gradient_error(model(First()), rows(), "1.first.weight")[0] == 0
+    plain = model(Other(lambda mlp, x: mlp.first(mlp.norm(x)[:8])))
+    assert gradient_error(plain, rows(), "1.first.weight")[0] == 0
 
 
 def test_only_layers_that_ask_derive() -> None:
@@ -260,12 +256,8 @@ class Nothing(torch.autograd.Function):
 
 
 def test_an_output_without_a_gradient_gives_none() -> None:
-    class Blind(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Nothing.apply(self.norm(x))  # type: ignore[no-untyped-call]
-            return y + x
-
-    found, network = gradient_error(model(Blind()), rows(), "0.weight")
+    plain = model(Other(lambda mlp, x: Nothing.apply(mlp.norm(x)) + x))  # type: ignore[no-untyped-call]
+    found, network = gradient_error(plain, rows(), "0.weight")
     assert found < 1e-3
     norm = network.get_parameter("1.norm.weight").grad
     assert norm is None or not norm.any()
@@ -276,7 +268,7 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
     peaks = []
     for store in ("quantize", "derive"):
         network = converted(plain, store)
-        y = network(x)
+        network(x)
         y = network(x)
         with Meter() as meter:
             y.sum().backward()
@@ -285,7 +277,7 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
 
 
 def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another() -> None:
-    plain, x = model(Changed()), rows()
+    plain, x = model(Other(changed)), rows()
     _, exact = step(plain, x, [plain.get_parameter("1.first.weight")])
     network = converted(plain, "derive")
     mt.convert(network[1], policy("derive"), min_elements=1024)
@@ -296,14 +288,7 @@ def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another()
 
 
 def test_compiled_code_derives_from_a_reshaped_output() -> None:
-    class Reshaped(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.first(self.norm(x).view(16, -1, WIDTH))
-            return y
-
-    network = converted(model(Reshaped()), "derive")
+    network = converted(model(Other(lambda mlp, x: mlp.first(mlp.norm(x).view(16, -1, WIDTH)))), "derive")
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     step(compiled, rows(), list(network.parameters()))
-    conversion = conversion_of(network)
-    assert conversion is not None
-    assert "1.norm" in conversion.producers
+    assert "1.norm" in conversion(network).producers

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.engine import function as apply
 from mesa_tune.engine.routing import state, top_hooks
-from tests.builders import ViT
+from tests.builders import Checkpointed, ViT, gradients
 
 Gradients = dict[str, Tensor]
 
@@ -28,22 +27,18 @@ class Interrupted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.forward_fault: type[BaseException] | None = None
-        self.backward_fault: type[BaseException] | None = None
+        self.faults: dict[str, type[BaseException]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.linear(x))
-        if self.forward_fault is not None:
-            fault, self.forward_fault = self.forward_fault, None
-            raise fault("in forward")
+        self._fail("in forward")
         if y.requires_grad:
-            y.register_hook(self._in_backward)
+            y.register_hook(lambda _: self._fail("in backward"))
         return y.sinh()
 
-    def _in_backward(self, grad: Tensor) -> None:
-        if self.backward_fault is not None:
-            fault, self.backward_fault = self.backward_fault, None
-            raise fault("in backward")
+    def _fail(self, where: str) -> None:
+        if where in self.faults:
+            raise self.faults.pop(where)(where)
 
 
 class Network(nn.Module):
@@ -52,16 +47,10 @@ class Network(nn.Module):
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         self.first, self.last = ViT(depth=1), nn.Linear(64, 10)
-        self.middle = Interrupted()
-        self.reentrant = reentrant
+        self.middle = Checkpointed(Interrupted(), reentrant)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first.get_features(x)
-        if self.reentrant is None:
-            y = self.middle(h)
-        else:
-            y = checkpoint(self.middle, h, use_reentrant=self.reentrant)
-        out: Tensor = self.last(y)
+        out: Tensor = self.last(self.middle(self.first.get_features(x)))
         return out
 
 
@@ -81,9 +70,7 @@ def batch(turn: int) -> Tensor:
 
 
 def step(model: nn.Module, turn: int) -> Gradients:
-    model.zero_grad()
-    model(batch(turn)).square().mean().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model, batch(turn))
 
 
 def same(one: Gradients, other: Gradients) -> bool:
@@ -115,10 +102,8 @@ def test_a_fault(where: str, fault: type[BaseException], steps: int, reentrant: 
     model, other = networks(reentrant)
     for turn in range(steps):
         assert same(step(model, turn), step(other, turn))
-    if where == "in forward":
-        model.middle.forward_fault = fault
-    else:
-        model.middle.backward_fault = fault
+    assert isinstance(model.middle.part, Interrupted)
+    model.middle.part.faults[where] = fault
     with pytest.raises(fault, match=where):
         step(model, 9)
     _ = other(batch(9)) if where == "in forward" else step(other, 9)  # that forward counts, with its noise
@@ -155,19 +140,14 @@ def test_an_interrupt_inside_our_own_code(
 def test_a_forward_without_gradients(inside: bool, settings: dict[str, Any]) -> None:
     model, other = networks(**settings)
     for turn in range(4):
-        loss = model(batch(turn)).square().mean() if inside else None
+        output = model(batch(turn)) if inside else None
         model.eval()
         with torch.no_grad():
             model(batch(20))
         with torch.inference_mode():
             model(batch(21)[:2])
         model.train()
-        if loss is None:
-            found = step(model, turn)
-        else:
-            model.zero_grad()
-            loss.backward()
-            found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = step(model, turn) if output is None else gradients(model, run=lambda output=output: output)
         assert same(found, step(other, turn))
 
 

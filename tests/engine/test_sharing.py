@@ -19,7 +19,7 @@ from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.engine import registry
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.builders import Block
+from tests.builders import Block, gradients
 from tests.conformance.running import relative_error, saved_bytes
 
 
@@ -62,8 +62,7 @@ def test_softmax_shares_its_output_with_the_product_after_it(counting: _Counting
             v = super().forward(input)
             return F.softmax(v @ v.transpose(1, 2), dim=-1) @ v
 
-    plain, x = Model(64, 64), torch.randn(4, 32, 64)
-    _convert(plain)(x)
+    _convert(Model(64, 64))(torch.randn(4, 32, 64))
     assert counting.encoded.count((4, 32, 32)) == 1
 
 
@@ -74,14 +73,8 @@ def test_a_view_of_other_strides_is_another_tensor() -> None:
             return F.gelu(h) + F.gelu(h.transpose(0, 1)).transpose(0, 1)
 
     plain, x = Model(64, 64), torch.randn(32, 32, 64)
-    found, right = (_grads(each, x) for each in (_convert(plain, Policy.uniform(level=256)), plain))
+    found, right = (gradients(each, x) for each in (_convert(plain, Policy.uniform(level=256)), plain))
     assert 0 < relative_error(found, right) < 1e-3
-
-
-def _grads(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    model(x).square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class _ChangedBetween(nn.Module):
@@ -108,7 +101,7 @@ def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> N
     x = torch.randn(4, 32, 64)
     coded = _convert(model, Policy.uniform(level=256))
     assert torch.equal(coded(x), right(x))
-    assert 0 < relative_error(_grads(coded, x), _grads(right, x)) < 1e-3
+    assert 0 < relative_error(gradients(coded, x), gradients(right, x)) < 1e-3
 
 
 def test_memory_goes_with_the_graph() -> None:
@@ -126,15 +119,12 @@ def test_other_settings_make_their_own_copy_in_any_order() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 64), Block(64))
     x = torch.randn(4, 32, 64)
-    sizes = {
-        name: saved_bytes(_convert(plain, Policy.parse(base.format(name))), x)
-        for name in ("1.q", "1.k", "1.v")
-    }
-    assert len(set(sizes.values())) == 1
-    both = saved_bytes(_convert(plain, Policy.parse(base.format("1.[qkv]"))), x)
-    one = saved_bytes(_convert(plain, Policy.parse(base.format("none.*"))), x)
+    q, k, v, both, one = (
+        saved_bytes(_convert(plain, Policy.parse(base.format(names))), x)
+        for names in ("1.q", "1.k", "1.v", "1.[qkv]", "none.*")
+    )
     four, two = (ops.packed_bytes(x.shape, bits) for bits in (4, 2))
-    assert sizes["1.q"] == one + two
+    assert q == k == v == one + two
     assert both == one - four + two
 
 

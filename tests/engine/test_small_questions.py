@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
-from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import registry, saved, storage
 from mesa_tune.engine.cache import CallCache, cached_call
 from mesa_tune.engine.call import Call, may_change
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import is_too_small, packing_of, refusal
 from mesa_tune.engine.tensors import is_small_view
+from tests.builders import Calling, conversion, known, policy_of
 
 SPEC = Spec("quantize", 8, 256, 64, 0, True, 0)
 
@@ -29,14 +30,12 @@ def test_pieces_make_up_the_whole(shape: tuple[int, ...], monkeypatch: pytest.Mo
     x = torch.randn(shape)
     parts = CODECS["quantize"].encode(x, SPEC, torch.zeros(1, dtype=torch.int64))
     packed = SavedTensor(parts, packing_of(x, SPEC), SPEC)
-    slices, rows = packed.slices(torch.float32), packed.rows(torch.float32, axes=2)
-    assert slices is not None
-    assert rows is not None
-    pieces = [(part, values.clone()) for part, values in slices]
+    pieces = [(part, values.clone()) for part, values in known(packed.slices(torch.float32))]
     assert len(pieces) == saved.PIECES
     assert torch.equal(torch.cat([values for _, values in pieces]), packed.whole())
     assert [part.start for part, _ in pieces] == [0, 16, 32, 48]
-    assert torch.equal(torch.cat([run.clone() for _, run in rows]).view(x.shape), packed.whole())
+    rows = [run.clone() for _, run in known(packed.rows(torch.float32, axes=2))]
+    assert torch.equal(torch.cat(rows).view(x.shape), packed.whole())
 
 
 def test_a_small_tensor_is_decoded_as_a_whole() -> None:
@@ -52,13 +51,10 @@ def test_how_tensors_of_a_geometry_are_stored_is_decided_once() -> None:
     assert packing_of(torch.randn(500, 3), SPEC) is tall
 
 
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [(torch.ones(4), True), (torch.ones(200), False), (torch.ones(4, dtype=torch.int64), False)],
-    ids=["few numbers", "many numbers", "integers"],
-)
-def test_only_a_few_floating_point_numbers_are_too_small(tensor: Tensor, expected: bool) -> None:
-    assert is_too_small(tensor, SPEC._replace(min_elements=100)) is expected
+def test_only_a_few_floating_point_numbers_are_too_small() -> None:
+    few, many, integers = torch.ones(4), torch.ones(200), torch.ones(4, dtype=torch.int64)
+    small = [is_too_small(tensor, SPEC._replace(min_elements=100)) for tensor in (few, many, integers)]
+    assert small == [True, False, False]
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (5, 2, 6), (2, 6, 5, 5), (2, 6, 5, 5, 5)], ids=str)
@@ -119,22 +115,15 @@ def test_selective_checkpoints_are_recognized() -> None:
 
 @pytest.mark.parametrize(("index", "changes"), [("all", False), ("1", True)])
 def test_settings_are_final_when_they_do_not_change_again(index: str, changes: bool) -> None:
-    policy = mt.Policy.parse(f"# mesa-tune policy 1\non gelu:\n    by_index: {index}\n    level: 16\n")
-    model = mt.convert(nn.Sequential(nn.Linear(8, 8), _Gelus()), policy, min_elements=0)
-    conversion = conversion_of(model)
-    assert conversion is not None
+    """The indices of two calls are known when the first forward has ended."""
+    policy = policy_of(f"on gelu:\n    by_index: {index}\n    level: 16\n")
+    model = nn.Sequential(nn.Linear(8, 8), Calling(lambda x: F.gelu(F.gelu(x))))
+    made = conversion(mt.convert(model, policy, min_elements=0))
     model(torch.randn(4, 8)).sum().backward()
-    first = dict(conversion.specs)
-    conversion.calls.calls["kept"] = ()
-    assert conversion._make_final() == (first != conversion.specs) == changes
-    assert ("kept" in conversion.calls.calls) == (not changes)
-
-
-class _Gelus(nn.Module):
-    """Two calls, whose indices are known when the first forward has ended."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.gelu(nn.functional.gelu(x))
+    first = dict(made.specs)
+    made.calls.calls["kept"] = ()
+    assert made._make_final() == (first != made.specs) == changes
+    assert ("kept" in made.calls.calls) == (not changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

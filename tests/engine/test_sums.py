@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from mesa_tune.engine import sums
+from tests.builders import known
 
 TABLE, MASK = torch.randn(1, 4, 64, 64), torch.randn(64, 1, 1, 64)
 
@@ -17,9 +21,7 @@ def noted(*args: object, **kwargs: object) -> Tensor:
 
 
 def test_a_sum_has_its_parts() -> None:
-    found = sums.parts(noted(TABLE, MASK))
-    assert found is not None
-    assert all(map(torch.equal, found, (TABLE, MASK)))
+    assert all(map(torch.equal, known(sums.parts(noted(TABLE, MASK))), (TABLE, MASK)))
 
 
 def test_what_is_no_sum_of_two_has_none() -> None:
@@ -29,20 +31,17 @@ def test_what_is_no_sum_of_two_has_none() -> None:
     assert sums.parts(TABLE * 1) is None
 
 
-def test_parts_that_have_changed_are_not_the_sums() -> None:
-    for index in (0, 1):
-        given = [TABLE.clone(), MASK.clone()]
-        total = noted(*given)
-        given[index].add_(1)
-        assert sums.parts(total) is None
+def change(given: list[Tensor], index: int) -> None:
+    given[index].add_(1)
 
 
-def test_parts_that_are_gone_are_not_found() -> None:
-    for index in (0, 1):
-        given = [TABLE.clone(), MASK.clone()]
-        total = noted(*given)
-        del given[index]
-        assert sums.parts(total) is None
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("remove", [change, list.pop], ids=["changed", "gone"])
+def test_parts_that_are_no_longer_there_are_not_found(remove: Any, index: int) -> None:
+    given = [TABLE.clone(), MASK.clone()]
+    total = noted(*given)
+    remove(given, index)
+    assert sums.parts(total) is None
 
 
 def test_a_sum_that_has_changed_is_another() -> None:
@@ -52,9 +51,8 @@ def test_a_sum_that_has_changed_is_another() -> None:
 
 
 def test_a_sum_that_is_hardly_larger_is_saved_itself() -> None:
-    column, row = torch.randn(3, 1), torch.randn(1, 3)
-    assert sums._WORTH * (column.numel() + row.numel()) > 9
-    assert sums.parts(noted(column, row)) is None
+    assert sums._WORTH * (3 + 3) > 9
+    assert sums.parts(noted(torch.randn(3, 1), torch.randn(1, 3))) is None
 
 
 def test_a_sum_of_twice_the_elements_of_its_parts_is_worth_a_note() -> None:
