@@ -19,7 +19,8 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.routing import state
 from mesa_tune.policy import Policy
-from tests.builders import Calling, Checkpointed, Functions, ViT, gradients
+from tests.builders import Calling, Checkpointed, Functions, ViT, gradients, policy_of
+from tests.compat_measures import error
 from tests.conformance.running import relative_error, saved_bytes
 
 X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
@@ -37,17 +38,11 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
-def _parse(text: str) -> Policy:
-    return Policy.parse("# mesa-tune policy 1\n" + text)
-
-
 def test_converting_again_replaces_the_policy() -> None:
     model = _mlp()
-    sizes = [
-        saved_bytes(mt.convert(model, Policy.uniform(level=level), min_elements=0), X)
-        for level in (256, 4, 256)
-    ]
-    assert sizes[0] == sizes[2] > sizes[1]
+    policies = [Policy.uniform(level=level) for level in (256, 4, 256)]
+    first, coarse, again = (saved_bytes(mt.convert(model, policy, min_elements=0), X) for policy in policies)
+    assert first == again > coarse
     mt.revert(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -56,7 +51,7 @@ def test_a_refused_policy_leaves_the_conversion_that_was_there() -> None:
     model = mt.convert(_mlp(), Policy.uniform(level=16), min_elements=0)
     before = conversion_of(model)
     with pytest.raises(mt.PolicyError, match="9"):
-        mt.convert(model, _parse("on fc:\n    by_name: 9\n    level: 4\n"))
+        mt.convert(model, policy_of("on fc:\n    by_name: 9\n    level: 4\n"))
     assert conversion_of(model) is before
 
 
@@ -80,10 +75,9 @@ def test_without_gradients_the_mode_is_not_entered(monkeypatch: pytest.MonkeyPat
     plain = _mlp()
     model = mt.convert(copy.deepcopy(plain), Policy.uniform())
     monkeypatch.setattr(entering, "enter", None)
-    with torch.no_grad():
-        assert torch.equal(model(X), plain(X))
-    with torch.inference_mode():
-        assert torch.equal(model(X), plain(X))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(model(X), plain(X))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -92,13 +86,13 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     model = mt.convert(copy.deepcopy(plain), Policy.uniform(level=256), min_elements=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        error = relative_error(gradients(model, x), gradients(plain, x))
+        difference = relative_error(gradients(model, x), gradients(plain, x))
     assert torch.equal(model(x), plain(x))
     if dtype == torch.float64:
-        assert error < 1e-20
+        assert difference < 1e-20
         assert any("'2'" in str(each.message) and "float64" in str(each.message) for each in caught)
     else:
-        assert 0 < error < 1e-2
+        assert 0 < difference < 1e-2
         assert not [each for each in caught if "mesa-tune" in str(each.message)]
 
 
@@ -106,28 +100,23 @@ def test_groups_that_do_not_divide_are_named() -> None:
     plain = _mlp()
     model = mt.convert(copy.deepcopy(plain), Policy.uniform(quant_groups=7), min_elements=0)
     with pytest.warns(
-        UserWarning, match=r"'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"
+        UserWarning, match="'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"
     ):
         found = gradients(model, X)
     assert relative_error(found, gradients(plain, X)) < 1e-12
 
 
 def test_an_argument_that_has_no_formula_is_named() -> None:
-    class Vector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x + self.weight, self.weight)
-
-    model = mt.convert(Vector(), Policy.uniform(), min_elements=0)
+    weight = nn.Parameter(torch.randn(64))
+    model = mt.convert(Calling(lambda x: F.linear(x + weight, weight)), Policy.uniform(), min_elements=0)
     with pytest.warns(UserWarning, match=r"'linear\.0' is left uncompressed"):
         model(X)
 
 
 def test_a_name_that_no_layer_has_is_named_after_the_first_forward() -> None:
-    model = mt.convert(Functions(), _parse("on gelu:\n    by_name: gelu.7\n    level: 4\n"), min_elements=0)
+    model = mt.convert(
+        Functions(), policy_of("on gelu:\n    by_name: gelu.7\n    level: 4\n"), min_elements=0
+    )
     with pytest.warns(UserWarning, match=r"gelu\.7"):
         model(X)
 
@@ -145,22 +134,17 @@ def _loss(logits: Tensor) -> Tensor:
 
 
 def test_compress_saved_names_the_calls_of_a_loss() -> None:
-    policy = _parse("on loss:\n    by_name: loss.cross_entropy.0\n    level: 16\n")
+    policy = policy_of("on loss:\n    by_name: loss.cross_entropy.0\n    level: 16\n")
     logits = torch.randn(64, 512).requires_grad_()
     with mt.compress_saved(policy, seed=3):
         conversion = state.frames[-1].host
         loss = _loss(logits)
-    loss.backward()
-    found = logits.grad
-    assert found is not None
     names = [name for _, _, name in conversion.catalog.layers()]  # type: ignore[attr-defined]
     assert names == ["loss.cross_entropy.0", "loss.gelu.0"]
-    again = logits.detach().requires_grad_()
-    plain = _loss(again)
-    plain.backward()
-    assert again.grad is not None
+    plain = _loss(logits)
     assert torch.equal(loss, plain)
-    assert 0 < float((found - again.grad).square().sum() / again.grad.square().sum()) < 0.1
+    found, right = (torch.autograd.grad(value, logits)[0] for value in (loss, plain))
+    assert 0 < error(found, right) < 0.1
 
 
 def _loss_gradient(seed: int | None, policy: Policy) -> Tensor:
@@ -174,8 +158,8 @@ def _loss_gradient(seed: int | None, policy: Policy) -> Tensor:
 
 @pytest.mark.parametrize(("index", "coded"), [("0", True), ("1", False)])
 def test_calls_of_a_loss_are_counted_from_its_first_entry_on(index: str, coded: bool) -> None:
-    found = _loss_gradient(3, _parse(f"on gelu:\n    by_index: {index}\n    level: 4\n"))
-    assert torch.equal(found, _loss_gradient(3, _parse(""))) is not coded
+    found = _loss_gradient(3, policy_of(f"on gelu:\n    by_index: {index}\n    level: 4\n"))
+    assert torch.equal(found, _loss_gradient(3, policy_of(""))) is not coded
 
 
 def test_compress_saved_has_new_noise_at_each_entry() -> None:
@@ -187,7 +171,7 @@ def test_compress_saved_has_new_noise_at_each_entry() -> None:
 def test_a_converted_model_inside_keeps_its_policy_and_an_unconverted_one_is_loss() -> None:
     x = torch.randn(64, 24, 64)
     plain = _mlp()
-    coded = mt.convert(copy.deepcopy(plain), _parse("on fc:\n    by_index: all\n    level: 4\n"), seed=1)
+    coded = mt.convert(copy.deepcopy(plain), policy_of("on fc:\n    by_index: all\n    level: 4\n"), seed=1)
     right = gradients(plain, x)
     errors = {}
     for name, model in (("converted", coded), ("plain", plain)):
@@ -271,12 +255,10 @@ def test_a_model_that_runs_in_backward_only_has_new_noise_in_every_step() -> Non
     assert not torch.equal(second, third)
 
 
-@pytest.mark.parametrize(
-    ("tag", "least"), [("gelu", 0), ("other", X.numel())], ids=["no rule", "few elements"]
-)
+@pytest.mark.parametrize(("tag", "least"), [("gelu", 0), ("other", X.numel())], ids=["no rule", "few"])
 def test_hooks_leave_tensors_exact(tag: str, least: int) -> None:
     plain = nn.Sequential(nn.Linear(64, 64), Calling(torch.asinh))
-    policy = _parse(f"on {tag}:\n    by_index: all\n    level: 4\n")
+    policy = policy_of(f"on {tag}:\n    by_index: all\n    level: 4\n")
     model = mt.convert(copy.deepcopy(plain), policy, min_elements=least)
     assert all(map(torch.equal, gradients(model, X).values(), gradients(plain, X).values()))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mesa_tune as mt
-from tests.builders import ViT, gpt2, gradients, words
+from tests.builders import ViT, gpt2, gradients, policy_of, words
 from tests.conformance.running import saved_bytes
 
 X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
@@ -55,8 +55,7 @@ def test_a_filter_does_what_a_policy_by_names_does() -> None:
     filtered = ViT(depth=1)
     named = copy.deepcopy(filtered)
     convert(filtered, filter_fn=lambda _, name: name in names)
-    text = f"# mesa-tune policy 1\non fc:\n    by_name: {' '.join(names)}\n    level: 16\n"
-    convert(named, mt.Policy.parse(text))
+    convert(named, policy_of(f"on fc:\n    by_name: {' '.join(names)}\n    level: 16\n"))
     for _ in range(2):  # settings of calls are final from the second step on
         by_filter, by_name = gradients(filtered, X), gradients(named, X)
         assert all(torch.equal(gradient, by_name[name]) for name, gradient in by_filter.items())

@@ -15,7 +15,7 @@ import mesa_tune as mt
 from mesa_tune.conversion.hooked import HOOKED
 from mesa_tune.conversion.opened import OPENED
 from mesa_tune.formulas.table import ROUTES
-from tests.builders import Checkpointed, conversion
+from tests.builders import Checkpointed, conversion, policy_of
 from tests.conformance.running import relative_error
 
 SHAPE = (16, 12, 64)
@@ -61,29 +61,33 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def converted(plain: nn.Module) -> nn.Module:
+    return mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256), min_elements=0)
+
+
 def layers(model: nn.Module) -> dict[str, str]:
     return {name: tag for tag, _, name in conversion(model).catalog.layers()}
 
 
-def test_no_function_is_both_routed_and_opened_but_those_that_choose() -> None:
+def test_what_is_opened_is_neither_routed_nor_left_to_the_hooks() -> None:
     assert F.normalize in ROUTES
     assert F.gaussian_nll_loss in OPENED
     assert F.gaussian_nll_loss not in ROUTES
+    # The hooks would never see it: its body's calls are none of the listed functions.
+    assert not HOOKED.keys() & OPENED.keys()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bodies_give_pytorchs_bits_and_near_gradients(name: str) -> None:
-    plain = Net(FUNCTIONS[name])
-    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256), min_elements=0)
-    x = torch.randn(SHAPE)
-    y, found = step(model, x)
+    plain, x = Net(FUNCTIONS[name]), torch.randn(SHAPE)
+    y, found = step(converted(plain), x)
     expected, exact = step(plain, x)
     assert torch.equal(y, expected)
     assert relative_error(found, exact) < 2e-3
 
 
 def test_calls_inside_are_named_by_the_function_and_leave_the_users_numbers_alone() -> None:
-    model = mt.convert(Net(FUNCTIONS["gaussian_nll_loss"]), mt.Policy.uniform(level=16), min_elements=0)
+    model = converted(Net(FUNCTIONS["gaussian_nll_loss"]))
     step(model, torch.randn(SHAPE))
     found = layers(model)
     assert "gaussian_nll_loss.0.div.0" in found
@@ -91,23 +95,19 @@ def test_calls_inside_are_named_by_the_function_and_leave_the_users_numbers_alon
     assert not [name for name in found if name.startswith(("div.2", "gaussian_nll_loss.1"))]
 
 
-TRACED = ("linear_cross_entropy", "softmin")
-COMPILES = pytest.mark.slow("compile")
-
-
 # `gaussian_nll_loss` branches by the values of a tensor: plain PyTorch does not trace it in one graph either.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in TRACED else COMPILES)
-        for name in sorted(set(FUNCTIONS) - {"gaussian_nll_loss"})
-    ],
-)
+TRACED = [
+    pytest.param(
+        name, marks=() if name in ("linear_cross_entropy", "softmin") else pytest.mark.slow("compile")
+    )
+    for name in sorted(set(FUNCTIONS) - {"gaussian_nll_loss"})
+]
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_bodies_trace_in_one_graph_under_the_names_that_they_have_without(name: str) -> None:
     plain, x = Net(FUNCTIONS[name]), torch.randn(SHAPE)
-    traced, eager = (
-        mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256), min_elements=0) for _ in range(2)
-    )
+    traced, eager = (converted(plain) for _ in range(2))
     compiled: Any = torch.compile(traced, fullgraph=True, backend="aot_eager")
     y, found = step(compiled, x)
     expected, exact = step(plain, x)
@@ -119,11 +119,9 @@ def test_bodies_trace_in_one_graph_under_the_names_that_they_have_without(name: 
 
 
 def test_a_rule_reaches_a_call_inside() -> None:
-    text = "# mesa-tune policy 1\non softmax:\n    by_name: softmin.0.softmax.0\n    level: 4\n"
-    policy = mt.Policy.parse(text)
-    plain = Net(FUNCTIONS["softmin"])
+    policy = policy_of("on softmax:\n    by_name: softmin.0.softmax.0\n    level: 4\n")
+    plain, x = Net(FUNCTIONS["softmin"]), torch.randn(SHAPE)
     model = mt.convert(copy.deepcopy(plain), policy, min_elements=0)
-    x = torch.randn(SHAPE)
     assert relative_error(step(model, x)[1], step(plain, x)[1]) > 0
 
 
@@ -133,13 +131,7 @@ def test_a_name_inside_a_call_of_a_module_that_is_not_there_is_refused() -> None
         mt.convert(Net(FUNCTIONS["softmin"]), policy)
 
 
-def test_no_function_is_both_opened_and_left_to_the_hooks() -> None:
-    # The hooks would never see it: its body's calls are none of the listed functions.
-    assert not HOOKED.keys() & OPENED.keys()
-
-
 def test_calls_inside_are_routed_in_a_checkpointed_part() -> None:
-    model = Checkpointed(Net(FUNCTIONS["softmin"]), reentrant=False)
-    mt.convert(model, mt.Policy.uniform(level=16), min_elements=0)
+    model = converted(Checkpointed(Net(FUNCTIONS["softmin"]), reentrant=False))
     step(model, torch.randn(SHAPE))
     assert "part.softmin.0.softmax.0" in layers(model)

@@ -18,9 +18,8 @@ from torch.nn.parallel import DataParallel
 
 import mesa_tune as mt
 from mesa_tune.engine.observer import watch
-from tests.builders import Functions, ViT
+from tests.builders import Functions, ViT, policy_of
 
-HEAD = "# mesa-tune policy 1\n"
 EVERYWHERE = "on {}:\n    by_index: all\n    level: 16\n"
 ALL = "".join(EVERYWHERE.format(tag) for tag in ("fc", "layernorm", "gelu", "attention", "matmul", "softmax"))
 POLICIES = {
@@ -48,7 +47,7 @@ class Training:
 
     def __init__(self, kind: str, policy: str, seed: int = 5) -> None:
         torch.manual_seed(seed)
-        self.policy = mt.Policy.parse(HEAD + POLICIES[policy])
+        self.policy = policy_of(POLICIES[policy])
         self.model: nn.Module = MODELS[kind]()
         mt.convert(self.model, self.policy, min_elements=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -63,13 +62,9 @@ class Training:
             self.optimizer.step()
 
     def saved(self, ours: bool = True) -> bytes:
-        states = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-        }
-        if ours:
-            states["compression"] = mt.state_dict(self.model)
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        states |= {"random": torch.get_rng_state()}
+        states |= {"compression": mt.state_dict(self.model)} if ours else {}
         file = io.BytesIO()
         torch.save(states, file)
         return file.getvalue()
@@ -201,9 +196,7 @@ def test_a_running_forward_has_no_state() -> None:
 
 @pytest.mark.filterwarnings("ignore:mesa-tune")
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_new_process_knows_whether_there_was_a_backward(
-    steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_process_knows_if_there_was_a_backward(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("layers", "4 bits")
     training.run(steps)
     state = mt.state_dict(training.model)
