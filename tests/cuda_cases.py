@@ -97,15 +97,9 @@ def extremes(dtype: torch.dtype) -> Iterator[Case]:
     """Ranges at the ends of what numbers can be, and beyond."""
     largest = torch.finfo(dtype).max
     groups = [
-        [largest, -largest, 1.0, 0.0],
-        [largest * 0.75, -largest, 3e-39, -0.0],
-        [1e-45, 0.0, 3e-45, 1e-38],
-        [-0.0, 0.0, -0.0, 0.0],
-        [1.0, 1.0000001, 1.0, 1.0],
-        [math.nan, 1.0, 2.0, 3.0],
-        [-math.nan, -1.0, 2.0, 3.0],
-        [math.inf, 1.0, 2.0, 3.0],
-        [-math.inf, math.inf, 2.0, 3.0],
+        *([largest, -largest, 1.0, 0.0], [largest * 0.75, -largest, 3e-39, -0.0], [1e-45, 0.0, 3e-45, 1e-38]),
+        *([-0.0, 0.0, -0.0, 0.0], [1.0, 1.0000001, 1.0, 1.0], [math.nan, 1.0, 2.0, 3.0]),
+        *([-math.nan, -1.0, 2.0, 3.0], [math.inf, 1.0, 2.0, 3.0], [-math.inf, math.inf, 2.0, 3.0]),
     ]
     x = torch.tensor(groups).repeat(1, 16).to(dtype)
     for bits, group_size in itertools.product((1, 4, 8), (64, 60)):
@@ -131,25 +125,20 @@ def gaps(dtype: torch.dtype) -> Iterator[Case]:
 
 def ends(dtype: torch.dtype) -> Iterator[Case]:
     """What ranges may be in 16 bits: of equal numbers, wide, with gaps, empty."""
-    for bits in range(1, 9):
-        yield from _ends(bits, dtype)
-
-
-def _ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     largest = torch.finfo(dtype).max
-    x = randn(64, 64, seed=bits).to(dtype)
-    x[0], x[1], x[2], x[3] = 0.0, -3.0, -largest, math.nan
-    x[4, :32], x[4, 32:] = -largest, largest
-    x[5] = torch.finfo(dtype).tiny * x[5]
-    x[8::2] = with_gaps(x[8::2], 0.1, bits)
-    x[6, 1:], x[7, :-1] = math.inf, -math.inf
-    for number, levels in enumerate(sorted({2**bits, max(2, 2**bits - 1), min(2**bits, 2 + 2**bits // 3)})):
-        if (number + bits) % 2:
-            yield Case(x, (bits, levels, 64, 0), bits - 4)
-        else:
-            yield Case(x[:, :50], (bits, levels, 7, 0), None)
-    yield Case(x, (bits, 2**bits, 0, 4), 3)
-    yield Case(x[:0], (bits, 2**bits, 64, 0), 3)
+    for bits in range(1, 9):
+        x = randn(64, 64, seed=bits).to(dtype)
+        x[0], x[1], x[2], x[3] = 0.0, -3.0, -largest, math.nan
+        x[4, :32], x[4, 32:] = -largest, largest
+        x[5] = torch.finfo(dtype).tiny * x[5]
+        x[8::2] = with_gaps(x[8::2], 0.1, bits)
+        x[6, 1:], x[7, :-1] = math.inf, -math.inf
+        some = sorted({2**bits, max(2, 2**bits - 1), min(2**bits, 2 + 2**bits // 3)})
+        for number, levels in enumerate(some, start=bits):
+            coarse = Case(x[:, :50], (bits, levels, 7, 0), None)
+            yield Case(x, (bits, levels, 64, 0), bits - 4) if number % 2 else coarse
+        yield Case(x, (bits, 2**bits, 0, 4), 3)
+        yield Case(x[:0], (bits, 2**bits, 64, 0), 3)
 
 
 CASES = (one_pass, layouts, extremes, gaps, ends)
@@ -225,9 +214,8 @@ def curves(kind: str) -> Iterator[Mapped]:
         for seed in (bits, None):
             yield Mapped(x, kind, None, None, 1, (bits, 2**bits, group_size), seed)
     yield Mapped(randn(700 * 64 + 9), kind, None, None, 1, (4, 15, 64), 5)
-    yield Mapped(randn(1001)[1:], kind, None, None, 1, (4, 16, 64), 5)
-    yield Mapped(randn(40, 30).t(), kind, None, None, 1, (4, 16, 64), 5)
-    yield Mapped(torch.empty(0), kind, None, None, 1, (4, 16, 64), 5)
+    for x in (randn(1001)[1:], randn(40, 30).t(), torch.empty(0)):
+        yield Mapped(x, kind, None, None, 1, (4, 16, 64), 5)
     halves, sizes = (torch.float16, torch.bfloat16), (64, 128, 512, 2048, 5000)
     for dtype, group_size, bits in itertools.product(halves, sizes, (1, 4, 8)):
         x = 4 * randn(3 * group_size + 17, seed=bits)

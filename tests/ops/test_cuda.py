@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ SIZES = (4, 16, 256, 0)
 KINDS = [kind for kind in maps.KINDS if kind != "normalize"]
 
 
-@pytest.fixture(name="no_waiting")
-def _no_waiting() -> Iterator[None]:
+@contextmanager
+def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -343,7 +344,7 @@ def test_a_graph_sees_new_values_and_seeds() -> None:
         assert all(torch.equal(a, b) for a, b in zip(made, work(), strict=True))
 
 
-@pytest.mark.usefixtures("no_waiting")
+@no_waiting()
 def test_the_host_does_not_wait_for_the_kernels() -> None:
     x = torch.zeros(64, 300, device="cuda")
     kinds: tuple[dict[str, Any], ...] = ({}, {"seed": 1}, {"quant_groups": 4}, {"stochastic": False})
@@ -375,8 +376,5 @@ def test_the_host_does_not_wait_in_a_training_step(store: str) -> None:
     mt.convert(model, mt.Policy.parse("# mesa-tune policy 1\n" + rules), seed=1, min_elements=0)
     x = torch.randn(32, 64, device="cuda", requires_grad=True)
     model(x).square().mean().backward()  # the first step may make what later ones keep
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         model(x).square().mean().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from mesa_tune.formulas.norms import layer_norm
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps
 from tests import cuda_cases
+from tests.cuda_cases import randn as tensor
 from tests.ops.test_ops_kernels import needs_library, same_numbers
 
 SEED = torch.tensor([5])
@@ -27,10 +28,6 @@ CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 SIZES = (0, 1, 7, 8, 1000, 4096, 4097, 20_011)
-
-
-def tensor(*shape: int) -> Tensor:
-    return cuda_cases.randn(*shape)
 
 
 def with_strides(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,11 +51,10 @@ def test_derivatives_are_those_of_autograd(kind: str) -> None:
 
 def test_probabilities_are_those_of_their_logarithms() -> None:
     x = torch.linspace(-86.9, 88, 100_001)
-    made = maps.apply(x, maps.KINDS["exp"], None, None, 1)
-    assert (made / x.double().exp() - 1).abs().max() < 3e-7
     ends = torch.tensor([0.0, -100.0, -math.inf, math.nan])
-    made = maps.apply(ends, maps.KINDS["exp"], None, None, 1)
-    assert torch.equal(made, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    made, at_ends = (maps.apply(each, maps.KINDS["exp"], None, None, 1) for each in (x, ends))
+    assert (made / x.double().exp() - 1).abs().max() < 3e-7
+    assert at_ends.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", maps.KINDS)
@@ -94,9 +90,9 @@ def test_means_of_16_bits_are_made_again(dtype: torch.dtype) -> None:
 def test_what_is_computed_in_more_bits_is_kept_in_those_of_the_input(
     forward: Callable[..., Any], sizes: Any, weights: tuple[None, ...]
 ) -> None:
-    x, needs = tensor(5, 8, 6), (True, True, True)
     for dtype, kept in ((torch.float32, maps.Deferred), (torch.bfloat16, Tensor)):
-        made = forward((sizes, 1e-5, torch.float32), needs, x.to(dtype), *weights).lossy[0]
+        x = tensor(5, 8, 6).to(dtype)
+        made = forward((sizes, 1e-5, torch.float32), (True, True, True), x, *weights).lossy[0]
         assert isinstance(made, kept)
         assert (made.source if isinstance(made, maps.Deferred) else made).dtype == dtype
 
@@ -146,11 +142,8 @@ def test_a_norm_s_wide_and_unknown_ranges_decode_as_ever() -> None:
     x[0, 3], x[1, 0], x[1, 1], x[3, 5] = torch.inf, 3e38, -3e38, torch.nan
     packed = ops.quantize(x, 4, 64, seed=1)
     rest = (torch.ones(4, 64), torch.ones(4), torch.ones(64), False, torch.inf, 4, 16, 64)
-    for found, right in zip(
-        fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest),
-        fused_ops.norm_backward(packed.data, packed.ranges, *rest),
-        strict=True,
-    ):
+    kernels: Kernels = (fused_ops.NORM_BACKWARD, fused_ops.norm_backward)
+    for found, right in zip(*(op(packed.data, packed.ranges, *rest) for op in kernels), strict=True):
         assert torch.equal(found.isfinite(), right.isfinite())
 
 
@@ -272,7 +265,12 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), None, 50, False, True, 4, 16, 64),
         "attention_backward": (
             *[heads] * 4,
-            *(None, None, 0, 0.3, True, 1.0),
+            None,
+            None,
+            0,
+            0.3,
+            True,
+            1.0,
             *[heads.clone() for _ in range(3)],
         ),
     }

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import ops
-from mesa_tune.codecs import CODECS, Spec, quantize
+from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
-from mesa_tune.policy.settings import LayerSettings
+from tests.builders import spec
 from tests.cuda_cases import randn, with_gaps
 from tests.ops.test_ops_kernels import assert_kernels_agree, needs_library
 
@@ -54,19 +54,14 @@ def test_kernels_give_the_references_bytes_within_given_ranges(group_size: int, 
 @pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
 def test_finite_elements_stay_within_a_step(stochastic: bool, dtype: torch.dtype) -> None:
     for bits, levels in LEVELS:
-        assert_within_a_step(bits, levels, stochastic, dtype)
-
-
-def assert_within_a_step(bits: int, levels: int, stochastic: bool, dtype: torch.dtype) -> None:
-    x = with_gaps(randn(40, 100, seed=levels).to(dtype), 0.1)
-    y = ops.dequantize(ops.quantize(x, bits, 100, levels=levels, stochastic=stochastic, seed=1))
-    finite = x.isfinite()
-    assert torch.equal(y.isnan(), ~finite)
-    low, high = (end[:, None] for end in reference.finite_ends(x.float()))
-    # The step is raised by less than 2**-13 of it; 16 bits round once more.
-    step = (high - low) / (levels - 2) * (1 + 2.0**-13)
-    most = step * (1.0 if stochastic else 0.5) + y.float().abs() * torch.finfo(dtype).eps + 1e-6
-    assert ((y.float() - x.float()).abs() <= most)[finite].all()
+        x = with_gaps(randn(40, 100, seed=levels).to(dtype), 0.1)
+        y = ops.dequantize(ops.quantize(x, bits, 100, levels=levels, stochastic=stochastic, seed=1))
+        assert torch.equal(y.isnan(), ~x.isfinite())
+        low, high = (end[:, None] for end in reference.finite_ends(x.float()))
+        # The step is raised by less than 2**-13 of it; 16 bits round once more.
+        step = (high - low) / (levels - 2) * (1 + 2.0**-13)
+        most = step * (1.0 if stochastic else 0.5) + y.float().abs() * torch.finfo(dtype).eps + 1e-6
+        assert ((y.float() - x.float()).abs() <= most)[x.isfinite()].all()
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(2, 3), (4, 16), (8, 200)])
@@ -76,10 +71,8 @@ def test_the_mean_over_seeds_of_finite_elements_is_their_value(bits: int, levels
     finite = x.isfinite()
     draws = [ops.dequantize(ops.quantize(x, bits, levels=levels, seed=seed)) for seed in range(seeds)]
     mean = torch.stack(draws).double().mean(0)
-    _, base, step = (
-        each.double()
-        for each in reference.unpack_ranges(reference.revealed(ops.quantize(x, bits, levels=levels).ranges))
-    )
+    ranges = reference.revealed(ops.quantize(x, bits, levels=levels).ranges)
+    _, base, step = (each.double() for each in reference.unpack_ranges(ranges))
     position = (x.double() - base[0]) / step[0]
     fraction = position - position.floor()
     inner = finite & (fraction.minimum(1 - fraction) > 0.01)  # elsewhere the mean is not normal yet
@@ -133,17 +126,16 @@ def test_nothing_finite_and_two_levels_are_nan_as_a_whole() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("levels", [3, 16, 255, 256])
 def test_ranges_in_16_bits_bring_the_same_values(levels: int, dtype: torch.dtype) -> None:
-    spec = Spec.of(LayerSettings(level=levels, group_size=64), 0)
-    assert spec is not None
+    made = spec(level=levels, group_size=64)
     x = randn(64, 64).to(dtype)
     x[0], x[1], x[2] = 0.0, -3.0, torch.finfo(dtype).min
     x[3, :32], x[3, 32:] = torch.finfo(dtype).min, torch.finfo(dtype).max
     x[:60:2] = with_gaps(x[:60:2], 0.1)
     x[60] = math.nan
-    parts = quantize.encode(x, spec, torch.tensor([1]))
+    parts = quantize.encode(x, made, torch.tensor([1]))
     assert parts[1].dtype == dtype
-    decoded = quantize.decode(parts, x.shape, dtype, spec)
-    nearby = quantize.decode(quantize.encode_with_ranges(x, spec, torch.tensor([1])), x.shape, dtype, spec)
+    decoded = quantize.decode(parts, x.shape, dtype, made)
+    nearby = quantize.decode(quantize.encode_with_ranges(x, made, torch.tensor([1])), x.shape, dtype, made)
     finite = x.isfinite()
     assert torch.equal(decoded.isfinite(), finite)
     assert torch.equal(nearby.isfinite(), finite)
@@ -156,11 +148,9 @@ def test_ranges_in_16_bits_bring_the_same_values(levels: int, dtype: torch.dtype
 
 
 def test_samples_of_their_own_bits_survive() -> None:
-    spec = Spec.of(LayerSettings(level=16, allocation="sample"), 0)
-    assert spec is not None
-    x = with_gaps(randn(16, 512), 0.05)
-    codec = CODECS[spec.codec]
-    y = codec.decode(codec.encode(x, spec, torch.tensor([1])), x.shape, x.dtype, spec)
+    made, x = spec(level=16, allocation="sample"), with_gaps(randn(16, 512), 0.05)
+    codec = CODECS[made.codec]
+    y = codec.decode(codec.encode(x, made, torch.tensor([1])), x.shape, x.dtype, made)
     assert torch.equal(y.isfinite(), x.isfinite())
     assert (y - x)[x.isfinite()].square().mean() < 0.05
 
@@ -198,20 +188,15 @@ class Scaled(nn.Module):
         return (x * self.weight).masked_fill(x == -math.inf, 0)
 
 
-class Looked(nn.Module):
+class Looked(nn.Linear):
     """A linear layer whose rows of NaN count for nothing, as those of -Inf do where they have no weight."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(128, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y[x.isfinite().all(1)]
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)[input.isfinite().all(1)]
 
 
 @pytest.mark.parametrize(("level", "bound"), [(256, 3e-4), (16, 0.1)], ids=["8 bits", "4 bits"])
-@pytest.mark.parametrize("make", [Scaled, Looked])
+@pytest.mark.parametrize("make", [Scaled, lambda: nn.Sequential(Looked(128, 32))], ids=["scaled", "looked"])
 def test_gradients_beside_gaps_are_near_plain_ones(
     make: Callable[[], nn.Module], level: int, bound: float
 ) -> None:

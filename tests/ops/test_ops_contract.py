@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mesa_tune import ops
 SIZES = (4, 16, 64, 0)
 x = torch.linspace(-1, 1, 500).view(5, 100)
 packed = ops.quantize(x, 4, 64, seed=1)
-mask = x > 0
+mask, zero_rows = x > 0, ops.pack_bits(torch.arange(5) % 4 == 0)
 SEED = torch.tensor([3])
 ends = torch.ops.mesa_tune.quantize_ends(x.half(), *SIZES, True, SEED)
 
@@ -35,10 +34,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "quantize_out": (x, *SIZES, True, SEED, packed.data.clone(), packed.ranges.clone()),
     "dequantize": (packed.data, packed.ranges, x.shape, torch.float16, *SIZES),
     "dequantize of ends": (*ends, x.shape, torch.float16, *SIZES),
-    "dequantize with zero rows": (
-        *(packed.data, packed.ranges, x.shape, torch.float16, *SIZES),
-        ops.pack_bits(torch.tensor([True, False, False, False, True])),
-    ),
+    "dequantize with zero rows": (packed.data, packed.ranges, x.shape, torch.float16, *SIZES, zero_rows),
     "dequantize_out": (packed.data, packed.ranges, *SIZES, torch.empty(5, 100)),
     "pack_bits": (mask,),
     "unpack_bits": (ops.pack_bits(mask), (5, 100)),
@@ -66,16 +62,13 @@ def test_the_whole_graph_compiles(dynamic: bool) -> None:
 
 
 def test_compiled_code_without_a_seed_draws_anew() -> None:
-    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.quantize(x, 4).data, ops.quantize(x, 4).data
-
-    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    twice = lambda x: (ops.quantize(x, 4).data, ops.quantize(x, 4).data)  # noqa: E731
+    compiled: Any = torch.compile(twice, fullgraph=True, backend="aot_eager")
     drawn = [*compiled(x), *compiled(x)]
     assert len({bytes(data.tolist()) for data in drawn}) == 4
 
 
-def encodes_after_partitioning(function: Callable[..., Any], *arguments: Any) -> int:
-    """How many encodes the compiled graph still has: what the compiler's own merging leaves."""
+def test_a_compiler_merges_equal_encodes_and_no_others() -> None:
     counts: list[int] = []
 
     def count(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -83,15 +76,11 @@ def encodes_after_partitioning(function: Callable[..., Any], *arguments: Any) ->
         counts.append(sum(node.target == torch.ops.mesa_tune.quantize.default for node in graph.nodes))
         return make_boxed_func(module.forward)
 
-    torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=count))(*arguments)
-    return counts[0]
-
-
-def test_a_compiler_merges_equal_encodes_and_no_others() -> None:
     def encode(x: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
         return tuple(ops.quantize(x, 4, seed=seed).data for seed in (one, one, two))
 
-    assert encodes_after_partitioning(encode, x, SEED, SEED + 1) == 2
+    torch.compile(encode, fullgraph=True, backend=aot_autograd(fw_compiler=count))(x, SEED, SEED + 1)
+    assert counts == [2]
 
 
 def test_fake_tensors_have_the_sizes_of_real_ones() -> None:
@@ -104,14 +93,10 @@ def test_fake_tensors_have_the_sizes_of_real_ones() -> None:
     assert (decoded.shape, decoded.dtype, bits.shape) == ((5, 1001), torch.bfloat16, (2,))
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [packed._replace(data=torch.zeros(3, dtype=torch.uint8)), packed._replace(ranges=torch.zeros(1, 2))],
-    ids=["data", "ranges"],
-)
-def test_packed_tensors_of_another_size_are_refused(broken: ops.Quantized) -> None:
+@pytest.mark.parametrize("part", [{"data": torch.zeros(3, dtype=torch.uint8)}, {"ranges": torch.zeros(1, 2)}])
+def test_packed_tensors_of_another_size_are_refused(part: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError):
-        ops.dequantize(broken)
+        ops.dequantize(packed._replace(**part))
 
 
 @pytest.mark.parametrize("content", [None, b"no library"], ids=["missing", "broken"])
@@ -132,12 +117,6 @@ def test_a_library_that_does_not_load_is_told_with_the_remedy(
         ops._load()
 
 
-def python(code: str, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    environment = {**os.environ, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-
 UNLOADABLE = """
 import sys, torch, warnings
 load = torch.ops.load_library
@@ -153,5 +132,7 @@ print(sum("mesa-tune" in str(warning.message) for warning in caught), ops.native
 @pytest.mark.slow("processes")
 @pytest.mark.parametrize(("chosen", "warned"), [("1", 0), ("0", 1)], ids=["chosen", "not-loaded"])
 def test_without_the_library_the_reference_runs(chosen: str, warned: int, tmp_path: Path) -> None:
-    said = python(UNLOADABLE, str(tmp_path / "_C.abi3.so"), MESA_TUNE_REFERENCE=chosen)
+    command = [sys.executable, "-c", UNLOADABLE, str(tmp_path / "_C.abi3.so")]
+    environment = {**os.environ, "MESA_TUNE_REFERENCE": chosen}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert said.split() == [str(warned), "False"]

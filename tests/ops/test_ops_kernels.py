@@ -13,12 +13,11 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import reference
 from tests import cuda_cases
-from tests.cuda_cases import randn
+from tests.cuda_cases import Sizes, randn
 
 REFERENCE_ONLY = os.environ.get("MESA_TUNE_REFERENCE") == "1"
 needs_library = pytest.mark.skipif(REFERENCE_ONLY, reason="MESA_TUNE_REFERENCE=1 leaves the library out")
 LARGEST = torch.finfo(torch.float32).max
-Settings = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 
 
 def test_the_library_is_loaded_unless_told_otherwise() -> None:
@@ -36,7 +35,7 @@ def same_numbers(one: Tensor, two: Tensor) -> bool:
     return torch.equal(nans, two.isnan()) and same_bytes(one.masked_fill(nans, 0), two.masked_fill(nans, 0))
 
 
-def assert_kernels_agree(x: Tensor, sizes: Settings, *, stochastic: bool, seed: int) -> None:
+def assert_kernels_agree(x: Tensor, sizes: Sizes, *, stochastic: bool, seed: int) -> None:
     noise = torch.tensor([seed])
     data, ranges = torch.ops.mesa_tune.quantize(x, *sizes, stochastic, noise)
     expected = reference.quantize(x, *sizes, stochastic, noise)
@@ -58,6 +57,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return (x * scale + draw(st.sampled_from([0.0, 1.0, -1e4]))).to(draw(st.sampled_from(ops.DTYPES)))
 
 
+def quant_groups(x: Tensor) -> st.SearchStrategy[int]:
+    """0, or a number of groups that the channels or heads of x can be divided into."""
+    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
+    return st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)])
+
+
 @needs_library
 @given(st.data())
 @settings(deadline=None, max_examples=120, derandomize=True)
@@ -65,9 +70,7 @@ def test_any_tensor(data: st.DataObject) -> None:
     x = data.draw(tensors())
     bits = data.draw(st.integers(1, 8))
     levels = data.draw(st.integers(2, 2**bits))
-    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
-    divisors = [d for d in range(1, extent + 1) if extent % d == 0]
-    groups = data.draw(st.sampled_from([0, *divisors]))
+    groups = data.draw(quant_groups(x))
     group_size = data.draw(st.sampled_from([1, 5, 8, 64, 100, 256, 10**6]))
     stochastic, seed = data.draw(st.booleans()), data.draw(st.integers(-(2**63), 2**63 - 1))
     assert_kernels_agree(x, (bits, levels, group_size, groups), stochastic=stochastic, seed=seed)

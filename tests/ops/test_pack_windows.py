@@ -37,10 +37,8 @@ def test_positions_return(data: st.DataObject) -> None:
     sizes = [data.draw(st.integers(least, least + 9)) for _ in range(places)]
     x = torch.randn(2, 3, *sizes, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     y, indices = POOLS[places - 1](x, kernel, stride, padding, dilation, return_indices=True)
-    shape = zip(sizes, y.shape[2:], strict=True)
-    assert_returns(
-        indices, [Windows(size, number, kernel, dilation, stride, padding) for size, number in shape]
-    )
+    axes = ((*axis, kernel, dilation, stride, padding) for axis in zip(sizes, y.shape[2:], strict=True))
+    assert_returns(indices, [Windows(*axis) for axis in axes])
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=3))

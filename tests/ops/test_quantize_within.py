@@ -9,7 +9,7 @@ from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
 from tests.cuda_cases import Sizes
-from tests.ops.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
+from tests.ops.test_ops_kernels import needs_library, quant_groups, same_bytes, same_numbers, tensors
 
 SEED = torch.tensor([3])
 GROUPS = (
@@ -35,8 +35,7 @@ def given_ranges(draw: st.DrawFn) -> Within:
     x = draw(tensors()).nan_to_num(0.0, 0.0, 0.0)  # what is not finite is stored with ranges that are not
     bits = draw(st.integers(1, 8))
     levels = draw(st.integers(2, 2**bits))
-    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
-    groups = draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
+    groups = draw(quant_groups(x))
     group_size = draw(st.sampled_from([1, 7, 64, 256, 5000, 10**6]))
     ranges = ranges_near(x, levels, group_size, groups, draw(st.sampled_from([-0.3, 0.0, 0.2])))
     return x, (bits, levels, group_size, groups), ranges, draw(st.none() | st.integers(0, 2**63 - 1))

@@ -62,10 +62,7 @@ def results(x: Tensor) -> Iterator[tuple[str, Tensor]]:
         parts = RAW.quantize_samples(x, 3, group_size, groups, True, SEED, None)
         for part in parts:
             yield "quantize_samples", part
-        yield (
-            "dequantize_samples",
-            RAW.dequantize_samples(*parts, x.shape, x.dtype, group_size, groups),
-        )
+        yield "dequantize_samples", RAW.dequantize_samples(*parts, x.shape, x.dtype, group_size, groups)
 
 
 def normalized(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -129,8 +126,6 @@ def test_threads_vector_paths_and_reference_agree() -> None:
     for op in OWN_ORDER:
         assert found["default"][0][op] != expected[op]
         expected[op] = found["default"][0][op]
-    for name, runs in found.items():
-        if name == "reference":
-            continue
-        for run in runs:
+    for name in paths.keys() - {"reference"}:
+        for run in found[name]:
             assert {op for op in expected if run[op] != expected[op]} == set(), name
