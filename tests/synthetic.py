@@ -180,15 +180,9 @@ def _option(layer: _Layer, settings: LayerSettings, elements: int, sensitivity: 
     lossless = layer.tag == "relu" or elements <= 4096
     rounding = (1 + math.log2(settings.group_size or 1) / 10) / (settings.level - 1) ** 2
     error = 0.0 if lossless else sensitivity * rounding * (1.6 if settings.level < 8 else 1.0)
-    return Option(
-        settings,
-        elements // 8 if layer.tag == "relu" else settings_bytes(elements, settings),
-        rounding,
-        (error, 0.9 * error, 1.1 * error) if known else (),
-        known,
-        elements * 1e-6,
-        elements * 5e-7,
-    )
+    size = elements // 8 if layer.tag == "relu" else settings_bytes(elements, settings)
+    errors = (error, 0.9 * error, 1.1 * error) if known else ()
+    return Option(settings, size, rounding, errors, known, elements * 1e-6, elements * 5e-7)
 
 
 def is_sorted(values: Sequence[float]) -> bool:
@@ -199,16 +193,10 @@ def is_sorted(values: Sequence[float]) -> bool:
 def deriving(profile: Profile, factor: float) -> Profile:
     """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
     own = profile.layer(NORM).options
-    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in own)
-    return replace(
-        profile,
-        timeline=_linked(profile.timeline),
-        derivations=(Derivation((NORM,), DERIVING, (NORM,), _compressing(options)),),
-    )
-
-
-def _compressing(options: Sequence[Option]) -> tuple[Option, ...]:
-    return tuple(one for one in options if not one.settings.exact)
+    compressing = (one for one in own if not one.settings.exact)
+    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in compressing)
+    derivation = Derivation((NORM,), DERIVING, (NORM,), options)
+    return replace(profile, timeline=_linked(profile.timeline), derivations=(derivation,))
 
 
 def _linked(timeline: Timeline) -> Timeline:

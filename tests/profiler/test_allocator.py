@@ -71,9 +71,8 @@ def test_blocks_in_use_never_overlap() -> None:
         if used and generator.random() < 0.5:
             allocator.release(used.pop(generator.randrange(len(used))))
         else:
-            used.append(
-                allocator.allocate(generator.choice([100, 5000, 600_000, 2 * MIB, 9 * MIB, 30 * MIB]))
-            )
+            size = generator.choice([100, 5000, 600_000, 2 * MIB, 9 * MIB, 30 * MIB])
+            used.append(allocator.allocate(size))
         ends = sorted((block.address, block.address + block.size) for block in used)
         assert all(first[1] <= second[0] for first, second in pairwise(ends))
         assert allocator.allocated == sum(block.size for block in used) <= allocator.reserved

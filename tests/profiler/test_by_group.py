@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.commands.verify import describe
 from mesa_tune.profiler.errors.by_group import STATE_STEPS, GroupError, errors_by_group
 from mesa_tune.profiler.errors.joint_error import JointError
 from tests.builders import workload
+from tests.step_memory import regression
 
 POLICY = mt.Policy.uniform(level=4)
 PAIRS = [(0, 0), (0, 1), (3, 0)]
@@ -25,20 +26,13 @@ Parts = dict[str, Tensor]
 
 
 def two_parts() -> nn.Module:
-    first, last = nn.Linear(64, 64), nn.Linear(64, 64)
-    net = nn.Sequential()
-    net.add_module("first", nn.Sequential(first, nn.GELU()))
-    net.add_module("last", last)
-    return net
+    first = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    return nn.Sequential(OrderedDict(first=first, last=nn.Linear(64, 64)))
 
 
 def regressing(model: Callable[[], nn.Module] = two_parts, **options: Any) -> mt.Workload:
-    def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(net(batch[0]), batch[1])
-
-    return workload(
-        model, lambda n: (torch.randn(n, 64), torch.randn(n, 64)), loss, batch_size=128, **options
-    )
+    batch = lambda n: (torch.randn(n, 64), torch.randn(n, 64))  # noqa: E731
+    return workload(model, batch, regression, batch_size=128, **options)
 
 
 def two_groups(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -94,6 +88,11 @@ def found_for(work: mt.Workload) -> dict[str, GroupError]:
     return {group.group: group for group in groups}
 
 
+def assert_as_by_hand(work: mt.Workload, group: GroupError, inside: Any, scales: Parts) -> None:
+    assert group.gradient_error == pytest.approx(error_by_hand(work, inside, None), rel=1e-4)
+    assert group.preconditioned_error == pytest.approx(error_by_hand(work, inside, scales), rel=1e-3)
+
+
 def test_modules_are_the_groups_of_an_optimizer_with_one() -> None:
     work = regressing()
     found = found_for(work)
@@ -101,9 +100,7 @@ def test_modules_are_the_groups_of_an_optimizer_with_one() -> None:
     assert list(found) == ["all", "first", "last"]
     assert [group.elements for group in found.values()] == [2 * 4160, 4160, 4160]
     for name, group in found.items():
-        inside = lambda path, name=name: name == "all" or path.startswith(name)  # noqa: E731
-        assert group.gradient_error == pytest.approx(error_by_hand(work, inside, None), rel=1e-4)
-        assert group.preconditioned_error == pytest.approx(error_by_hand(work, inside, scales), rel=1e-3)
+        assert_as_by_hand(work, group, lambda path, name=name: name == "all" or path.startswith(name), scales)
         assert group.gradient_error != pytest.approx(group.preconditioned_error, rel=0.01)
 
 
@@ -113,10 +110,7 @@ def test_groups_of_the_optimizer_have_scales_of_their_own() -> None:
     scales = scales_by_hand(work, 0.9, lambda name: 1e-3 if name.endswith("bias") else 1e-8, largest=True)
     assert list(found) == ["all", "group 0", "biases"]
     for name, ending in (("all", ""), ("group 0", "weight"), ("biases", "bias")):
-        inside = lambda path, ending=ending: path.endswith(ending)  # noqa: E731
-        assert found[name].gradient_error == pytest.approx(error_by_hand(work, inside, None), rel=1e-4)
-        expected = error_by_hand(work, inside, scales)
-        assert found[name].preconditioned_error == pytest.approx(expected, rel=1e-3)
+        assert_as_by_hand(work, found[name], lambda path, ending=ending: path.endswith(ending), scales)
 
 
 def test_no_scale_without_adam_and_no_error_of_what_gets_no_gradient() -> None:

@@ -17,9 +17,8 @@ from tests.builders import bert_config, own_loss, workload
 
 
 def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        bert_config(32, 1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(bert_config(32, 1, **dropout))
 
 
 def padded(n: int) -> dict[str, Tensor]:
@@ -27,11 +26,8 @@ def padded(n: int) -> dict[str, Tensor]:
     lengths = torch.randint(40, 120, (n,))
     longest = int(lengths.max())
     tokens = torch.randint(128, (n, longest))
-    return {
-        "input_ids": tokens,
-        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
-        "labels": tokens,
-    }
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
 def ragged(batch: Callable[[int], Any] = padded) -> mt.Workload:
@@ -49,9 +45,8 @@ def test_bytes_are_those_of_the_longest_draw_and_others_are_told() -> None:
     assert longest  # or the first draw would do
     made = mt.profile(work, options=[])
     batch = work.make_batch(draw=longest)
-    alone = mt.profile(
-        ragged(batch=lambda n: {name: tensor[:n] for name, tensor in batch.items()}), options=[]
-    )
+    cut = ragged(batch=lambda n: {name: tensor[:n] for name, tensor in batch.items()})
+    alone = mt.profile(cut, options=[])
     assert (made.peak_bytes, made.saved_bytes) == (alone.peak_bytes, alone.saved_bytes)
     assert made.notes[0] == (
         f"batches differ in length: the largest tensor of the first 8 draws is 4 × {min(lengths)} to "
@@ -62,10 +57,8 @@ def test_bytes_are_those_of_the_longest_draw_and_others_are_told() -> None:
     assert check.baseline.peak_bytes == made.peak_bytes
     draw = longest_batch(work).draw
     same = length(work.make_batch(2, draw=draw)) == length(work.make_batch(draw=draw))
-    told = (
-        f"draw {draw} of 2 samples has other lengths: bytes at other batch sizes are estimates" in made.notes
-    )
-    assert told is not same
+    note = f"draw {draw} of 2 samples has other lengths: bytes at other batch sizes are estimates"
+    assert (note in made.notes) is not same
 
 
 def test_batches_of_one_length_need_no_note() -> None:
@@ -96,7 +89,7 @@ IRREPRODUCIBLE = {
 }
 
 
-@pytest.mark.parametrize("name", ["its own generator", "another length"])
+@pytest.mark.parametrize("name", IRREPRODUCIBLE)
 def test_a_batch_that_cannot_be_made_again_is_told(name: str) -> None:
     with pytest.warns(UserWarning, match="makes another batch under the same seed") as given:
         notes = longest_batch(ragged(batch=IRREPRODUCIBLE[name])).notes

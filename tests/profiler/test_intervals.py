@@ -13,6 +13,7 @@ from mesa_tune.profiler.errors.intervals import (
     interaction_of,
     interval,
 )
+from tests.builders import known
 
 
 def covered(scatter: float) -> float:
@@ -21,9 +22,8 @@ def covered(scatter: float) -> float:
     count = 0
     for _ in range(2000):
         errors = np.exp(scatter * generator.standard_normal(5 + UNSEEN))
-        ends = interval(tuple(errors[:5].tolist()))
-        assert ends is not None
-        count += ends[0] <= errors[5:].mean() <= ends[1]
+        low, high = known(interval(tuple(errors[:5].tolist())))
+        count += low <= errors[5:].mean() <= high
     return count / 2000
 
 
@@ -35,9 +35,8 @@ def test_intervals_cover_the_mean_of_unseen_batches() -> None:
 
 def test_batches_that_move_together_do_not_average_out_over_layers() -> None:
     layer = (1e-3, 2e-3, 4e-3)
-    alone, many = interval(layer), interval(tuple(100 * error for error in layer))
-    assert alone is not None
-    assert many == pytest.approx((100 * alone[0], 100 * alone[1]))
+    low, high = known(interval(layer))
+    assert interval(tuple(100 * error for error in layer)) == pytest.approx((100 * low, 100 * high))
 
 
 def test_intervals_of_no_error_and_of_one_batch() -> None:
@@ -47,9 +46,7 @@ def test_intervals_of_no_error_and_of_one_batch() -> None:
 
 
 def test_doubt_widens() -> None:
-    narrow, wide = interval((1.0, 1.1, 0.9)), interval((1.0, 1.1, 0.9), doubt=0.2)
-    assert narrow is not None
-    assert wide is not None
+    narrow, wide = (known(interval((1.0, 1.1, 0.9), doubt=doubt)) for doubt in (0.0, 0.2))
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 

@@ -61,10 +61,6 @@ def test_sharers_pay_once_for_equal_settings_and_each_for_unequal_ones() -> None
     assert traced.saved_bytes({"a": FOUR, "b": EIGHT}) == four + eight
 
 
-def test_level_ten_stores_four_bits() -> None:
-    assert timeline(coded("a")).saved_bytes({"a": LayerSettings(level=10)}) == ops.packed_bytes(BIG, 4)
-
-
 def test_quant_groups_count_their_own_ranges() -> None:
     settings = LayerSettings(level=16, group_size=None, quant_groups=2)
     assert timeline(coded("a")).saved_bytes({"a": settings}) == ops.packed_bytes(BIG, 4, quant_groups=2)
@@ -88,12 +84,9 @@ def test_small_tensors_beside_large_ones_stay_raw(elements: int, expected: int) 
 
 def small(extent: int, view: int, whole: int | None = None) -> Timeline:
     """A tensor of 4096 elements in 100 kB, and a mask, kept by a call of `extent` elements."""
+    stored = replace(coded("a", size=(4096, 4096)), extents=((extent, extent),))
     return timeline(
-        replace(
-            coded("a", size=(4096, 4096)),
-            extents=((extent, extent),),
-            whole=None if whole is None else (whole, whole),
-        ),
+        stored if whole is None else replace(stored, whole=(whole, whole)),
         SavedSpan("side", ("a",), (64, 64), 1, 0, 3, extents=((extent, extent),)),
         SavedSpan("plain", ("a",), (100_000, 100_000), 4, 0, 3, extents=((view, view),)),
     )
@@ -154,14 +147,11 @@ def test_other_batch_sizes_lie_on_the_line(batch: int, static: int) -> None:
     traced = timeline(plain("a"))
     assert traced.at(batch).static == static
     assert traced.saved_bytes({}, batch) == BIG * batch // 2
+    assert timeline(static=(100, 0)).at(1).static == 0  # never below zero
 
 
 def test_packed_bytes_follow_the_element_count_not_the_bytes() -> None:
     assert timeline(coded("a")).saved_bytes({"a": FOUR}, 9) == ops.packed_bytes(BIG // 8 * 9, 4)
-
-
-def test_sizes_never_fall_below_zero() -> None:
-    assert timeline(static=(100, 0)).at(1).static == 0
 
 
 def test_one_traced_size_cannot_be_stretched() -> None:
@@ -185,11 +175,8 @@ def test_the_peak_says_when_it_is_and_of_what() -> None:
     traced = timeline(plain("a", first=0, last=2), SavedSpan("always", (), (7, 7), 1, 1, 1))
     peak = traced.at().under({}).peak
     assert (peak.layer, peak.phase) == ("b", "forward")
-    assert {kind: count for kind, count in peak.bytes.items() if count} == {
-        "weights": 100,
-        "saved tensors": 4 * BIG + 7,
-        "working memory": 10,
-    }
+    parts = {"weights": 100, "saved tensors": 4 * BIG + 7, "working memory": 10}
+    assert {kind: count for kind, count in peak.bytes.items() if count} == parts
     assert peak.text == "in the forward of b: saved tensors 32.8 kB, weights 100 B, working memory 10 B"
     compressed = traced.at().under({"a": FOUR}).peak
     assert (compressed.layer, compressed.phase, compressed.bytes["working memory"]) == ("a", "forward", 30)
@@ -218,19 +205,11 @@ def test_what_is_derived_costs_nothing(assignment: dict[str, LayerSettings], cop
     assert timeline(derivable("b")).saved_bytes(assignment) == copies * ops.packed_bytes(BIG, 4)
 
 
-def test_a_producer_that_keeps_its_output_pays_for_it() -> None:
+def test_producers_that_keep_their_output_and_sharers_that_do_not_derive_pay() -> None:
     assert timeline(derivable("a", "b")).saved_bytes({"a": DERIVE, "b": DERIVE}) == ops.packed_bytes(BIG, 4)
-
-
-def test_sharers_that_derive_leave_the_others_to_pay() -> None:
     shared = timeline(derivable("b", "c"), coded("a"))
     four = ops.packed_bytes(BIG, 4)
     assert shared.saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 2 * four
-
-
-def test_a_producer_of_small_tensors_stores_exactly_so_nothing_is_derived() -> None:
-    small = timeline(derivable("b"), coded("a", size=(4096, 4096)))
-    assert small.saved_bytes({"a": FOUR, "b": DERIVE}) == ops.packed_bytes(BIG, 4)
 
 
 def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() -> None:
@@ -245,6 +224,8 @@ def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() 
 def test_small_tensors_are_not_derived() -> None:
     both = timeline(coded("a"), coded("b"), replace(derivable("b"), size=(4096, 4096)))
     assert both.saved_bytes({"a": FOUR, "b": DERIVE}) == 2 * ops.packed_bytes(BIG, 4) + 4 * 4096
+    producer = timeline(derivable("b"), coded("a", size=(4096, 4096)))  # stores exactly
+    assert producer.saved_bytes({"a": FOUR, "b": DERIVE}) == ops.packed_bytes(BIG, 4)
 
 
 def test_an_activation_derives_its_input_only_for_others() -> None:

@@ -31,17 +31,14 @@ def test_a_saved_profile_loads_equal(profile: Profile, tmp_path: Path) -> None:
 def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     document = profile.to_dict()
     assert document["schema"] == "mesa-tune.profile/1"
-    promised = (
-        "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes step_ms"
-    )
-    assert set(promised.split()) <= set(document)
+    promised = "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes"
+    assert {*promised.split(), "step_ms"} <= set(document)
     assert set(document["tensors"][0]) == {"id", "owner", "layers", "shape", "dtype", "bytes"}
     layer = "name tag index module shape dtype bytes own_bytes shared_with options call_ms"
     assert set(document["layers"][0]) == set(layer.split())
-    option = (
-        "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms decode_ms"
-    )
-    assert set(document["layers"][0]["options"][0]) == {*option.split(), "errors", "bias", "screened"}
+    option = "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms"
+    others = {"decode_ms", "errors", "bias", "screened"}
+    assert set(document["layers"][0]["options"][0]) == {*option.split(), *others}
 
 
 def test_own_bytes_sum_to_saved_bytes(profile: Profile) -> None:
@@ -97,10 +94,8 @@ def _assert_refused(path: Path) -> None:
 
 def test_a_policy_that_compresses_nothing_is_the_plain_step(profile: Profile) -> None:
     predicted = profile.predict(Policy())
-    assert predicted.saved_bytes == profile.saved_bytes
-    assert predicted.peak_bytes == profile.peak_bytes
-    assert predicted.gradient_error == 0.0
-    assert predicted.step_ms == profile.step_ms
+    assert (predicted.saved_bytes, predicted.peak_bytes) == (profile.saved_bytes, profile.peak_bytes)
+    assert (predicted.gradient_error, predicted.step_ms) == (0.0, profile.step_ms)
 
 
 @pytest.mark.parametrize("settings", GRID[::9], ids=lambda settings: settings.label)
@@ -120,11 +115,7 @@ def test_tied_layers_err_by_their_joint_ratio_under_equal_settings(profile: Prof
     finer = profile.gradient_error({tie.layers[0]: LayerSettings()})
     mixed = {tie.layers[0]: LayerSettings(), tie.layers[1]: FOUR}
     assert profile.gradient_error(mixed) == pytest.approx((finer or 0.0) + alone[1])
-
-
-def test_a_tie_without_ratios_counts_as_one() -> None:
-    assert Tie(("a", "b")).ratio(3) == 1.0
-    assert Tie(("a", "b"), (2.0,)).ratio(0) == 2.0
+    assert (Tie(("a", "b")).ratio(3), Tie(("a", "b"), (2.0,)).ratio(0)) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +154,6 @@ def test_what_was_not_tried_in_any_form_is_unknown(profile: Profile, settings: L
     assert predicted.saved_bytes > 0
 
 
-def test_bytes_of_settings_that_were_not_tried_are_exact(profile: Profile) -> None:
-    ten, sixteen = (profile.predict(Policy.uniform(level)).saved_bytes for level in (10, 16))
-    assert ten == sixteen
-
-
 def test_hooked_layers_err_as_with_256_levels(profile: Profile) -> None:
     coarse, fine = (profile.gradient_error({"sin.0": LayerSettings(level=level)}) for level in (2, 256))
     assert coarse == fine
@@ -202,11 +188,10 @@ def test_a_profile_of_one_size_predicts_no_other(profile: Profile) -> None:
 RERUN = "# mesa-tune policy 1\non module:\n    by_name: {}\n    level: 16\n    store: {}\n"
 
 
-@pytest.mark.parametrize(("names", "named"), [("blocks.0", "'blocks.0'"), ("blocks.*", "'blocks.0'")])
-def test_what_runs_again_in_backward_is_not_predicted(profile: Profile, names: str, named: str) -> None:
-    with pytest.raises(RunError, match="mesa-tune verify") as error:
+@pytest.mark.parametrize("names", ["blocks.0", "blocks.*"])
+def test_what_runs_again_in_backward_is_not_predicted(profile: Profile, names: str) -> None:
+    with pytest.raises(RunError, match=r"(?s)'blocks.0'.*mesa-tune verify"):
         profile.predict(Policy.parse(RERUN.format(names, "recompute")))
-    assert named in str(error.value)
 
 
 def test_tiled_losses_are_not_predicted(profile: Profile) -> None:
