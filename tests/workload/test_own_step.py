@@ -6,7 +6,7 @@ import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        body = nn.Sequential(
-            nn.Linear(WIDTH, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 300), nn.ReLU()
-        )
+        first = nn.Sequential(nn.Linear(WIDTH, 300), nn.GELU(), nn.LayerNorm(300))
+        body = nn.Sequential(*first, nn.Linear(300, 300), nn.ReLU())
         self.body, self.head, self.other = body, nn.Linear(300, 10), nn.Linear(300, 30)
         self.average = copy.deepcopy(body).requires_grad_(False)
 
@@ -51,9 +50,8 @@ class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
-        self.critic = nn.Sequential(
-            nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 1)
-        )
+        hidden = nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU()
+        self.critic = nn.Sequential(*hidden, nn.Linear(300, 1))
 
 
 def batch(n: int) -> Tensor:
@@ -66,14 +64,8 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return total
 
 
-def simple(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    loss(model, x).backward()
-    optimizer.step()
-
-
-def kept(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
-    optimizer.zero_grad(set_to_none=False)
+def simple(model: nn.Module, x: Tensor, optimizer: Optimizer, set_to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none)
     loss(model, x).backward()
     optimizer.step()
 
@@ -119,7 +111,7 @@ def clipped_and_averaged(model: Any, x: Tensor, optimizer: Optimizer) -> None:
 
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
     "simple": (Net, simple),
-    "zeros": (Net, kept),
+    "zeros": (Net, partial(simple, set_to_none=False)),
     "four micro-batches": (Net, accumulated),
     "two losses": (Net, two_losses),
     "GAN": (Gan, gan),
@@ -148,9 +140,8 @@ def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
 def mixed(profile: mt.Profile) -> mt.Policy:
     """One setting after the other."""
     choices = cycle([mt.LayerSettings(level=level) for level in (16, 4, 256)] + [EXACT])
-    return mt.Policy.from_assignments(
-        (each.tag, each.index, each.name, next(choices)) for each in profile.layers
-    )
+    layers = profile.layers
+    return mt.Policy.from_assignments((each.tag, each.index, each.name, next(choices)) for each in layers)
 
 
 @EACH
@@ -196,11 +187,9 @@ def test_errors_are_predicted(name: str) -> None:
 
 
 def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
-    simple_gradient, clipped, four = (
-        gradient(name) for name in ("simple", "clipped, averaged", "four micro-batches")
-    )
-    assert torch.equal(simple_gradient, clipped)
-    torch.testing.assert_close(four, simple_gradient)
+    once = gradient("simple")
+    assert torch.equal(once, gradient("clipped, averaged"))
+    torch.testing.assert_close(gradient("four micro-batches"), once)
     work, net = of_step("GAN"), of_step("GAN").build()
     x, total = work.make_batch(), [torch.zeros_like(parameter) for parameter in net.parameters()]
     with seeded(mixed_seed(work.seed, -1), "cpu"):
@@ -240,9 +229,8 @@ def test_measuring_errors_changes_nothing(name: str) -> None:
 )
 def test_a_policy_is_found_and_verified(name: str) -> None:
     work, profile = of_step(name), profiled(name)
-    plan = mt.search_policy(
-        profile, profile.peak_bytes, max_saved=profile.saved_bytes // 2, workload=work, trials=3
-    )
+    limits: dict[str, Any] = {"budget": profile.peak_bytes, "max_saved": profile.saved_bytes // 2}
+    plan = mt.search_policy(profile, **limits, workload=work, trials=3)
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=2)
     assert check.policy.saved_bytes == plan.predicted.saved_bytes <= profile.saved_bytes // 2
     assert check.baseline.saved_bytes == profile.saved_bytes
@@ -290,6 +278,7 @@ def step(model, x, optimizer):
     model(x).square().mean().backward()
     optimizer.step()
 """
+IN_CONTEXT = STEP.replace("    model(x)", "    with torch.device('cpu'): model(x)")
 BAD = {
     "no function": ("step = 3", "step is a int, not a function"),
     "no backward": (STEP.replace(".backward()", ""), r"model.py:7: step\(\) called no backward\(\)"),
@@ -300,14 +289,8 @@ BAD = {
     "raises": (STEP.replace("model(x)", "model(x) + {}[1]"), r"model.py:9: step\(\) raised KeyError: 1"),
     "and accumulation": (STEP + "ACCUMULATION = 2\n", r"both step\(\) and ACCUMULATION"),
     "and autocast": (STEP + "AUTOCAST = 'bfloat16'\n", r"both step\(\) and AUTOCAST"),
-    "in a context": (
-        STEP.replace("    model(x)", "    with torch.device('cpu'): model(x)"),
-        r"calls backward\(\) or optimizer",
-    ),
-    "some gradients": (
-        STEP.replace("ward()", "ward(inputs=list(model.parameters()))"),
-        r"backward\(inputs=…\)",
-    ),
+    "in a context": (IN_CONTEXT, r"calls backward\(\) or optimizer"),
+    "some gradients": (STEP.replace("ward()", "ward(inputs=[*model.parameters()])"), r"backward\(inputs=…\)"),
     "neither": ("", r"no function loss\(model, batch\): loss is missing"),
 }
 
