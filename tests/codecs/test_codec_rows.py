@@ -41,9 +41,7 @@ def test_a_small_matrix_by_hand() -> None:
     stored = drawn.abs().sum(-1) > 0
     assert (stored.sum(1) == 2).all()
     assert (stored.float().mean(0) - chances).abs().max() < 4 * math.sqrt(0.25 / KEYS)
-    torch.testing.assert_close(
-        drawn, torch.where(stored[..., None], x / chances[:, None], 0.0).expand_as(drawn)
-    )
+    torch.testing.assert_close(drawn, torch.where(stored[..., None], x / chances[:, None], 0.0))
 
 
 def test_rows_that_are_large_enough_are_stored_for_certain_and_as_they_are() -> None:
@@ -92,16 +90,16 @@ def test_more_rows_with_nan_than_are_stored_show_some_of_them() -> None:
 
 
 def test_equal_tensors_store_equal_rows_and_no_generator_moves() -> None:
+    def encode(x: Tensor, key: int = 5) -> list[Tensor]:
+        return rows.encode(x, sampled(0.1), torch.tensor([key]))
+
     x, state = torch.randn(300, 16), torch.get_rng_state()
-    one = rows.encode(x, sampled(0.1), torch.tensor([5]))
-    same = rows.encode(x.clone(), sampled(0.1), torch.tensor([5]))
-    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    one = encode(x)
+    assert all(map(torch.equal, one, encode(x.clone())))
     assert torch.equal(torch.get_rng_state(), state)
     for other_key in (6, 5 + (1 << 40)):
-        assert not torch.equal(one[0], rows.encode(x, sampled(0.1), torch.tensor([other_key]))[0])
-    assert not torch.equal(one[0], rows.encode(x + 1e-3, sampled(0.1), torch.tensor([5]))[0]), (
-        "draws are shared"
-    )
+        assert not torch.equal(one[0], encode(x, other_key)[0])
+    assert not torch.equal(one[0], encode(x + 1e-3)[0]), "draws are shared"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -136,9 +134,8 @@ def test_the_gradient_of_a_linear_layer_has_the_mean_and_the_variance_of_the_for
     x, grad, share = torch.randn(40, 6) * torch.rand(40, 1).exp(), torch.randn(40, 3), 0.25
     exact = grad.T @ x
     weights = weights_of(x.norm(dim=1))
-    chances = torch.empty(40).scatter_(
-        0, weights.argsort(descending=True, stable=True), _chances(weights, 10)
-    )
+    ordered, order = weights.sort(descending=True, stable=True)
+    chances = torch.empty(40).scatter_(0, order, (probabilities(ordered, 10) / UNIT).float())
     variance = sum(
         likely * float(((grad[chosen] / chances[chosen, None]).T @ x[chosen] - exact).square().sum())
         for likely, chosen in sides(weights, 10)
@@ -150,10 +147,6 @@ def test_the_gradient_of_a_linear_layer_has_the_mean_and_the_variance_of_the_for
     assert float(errors.mean()) == pytest.approx(variance, rel=0.15)
     independent = ((1 / chances - 1) * grad.square().sum(1) * x.square().sum(1)).sum()
     assert variance == pytest.approx(float(independent), rel=0.3)
-
-
-def _chances(weights: Tensor, count: int) -> Tensor:
-    return (probabilities(weights.sort(descending=True).values, count) / UNIT).float()
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -193,30 +186,26 @@ def layer_gradients(layer: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 def test_products_of_computed_matrices_are_unbiased() -> None:
     a, b, g = torch.randn(3, 10, 8), torch.randn(3, 8, 12), torch.randn(3, 10, 12)
     wanted = (g @ b.mT, a.mT @ g)
-    drawn: list[list[Tensor]] = [[], []]
+    drawn = []
     model = mt.convert(Calling(torch.matmul), mt.Policy.uniform(16, rows=0.5), min_elements=0, seed=1)
     for _ in range(KEYS):
         leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
-        found = torch.autograd.grad(model(*(leaf * 1 for leaf in leaves)), leaves, g)
-        for one, known in zip(found, drawn, strict=True):
-            known.append(one)
-    for exact, known in zip(wanted, drawn, strict=True):
-        stacked = torch.stack(known)
+        drawn.append(torch.autograd.grad(model(*(leaf * 1 for leaf in leaves)), leaves, g))
+    for exact, found in zip(wanted, zip(*drawn, strict=True), strict=True):
+        stacked = torch.stack(found)
         assert 0 < (stacked.mean(0) - exact).square().sum() < UNBIASED * stacked.var(0).sum() / KEYS
 
 
 def test_compiled_code_of_any_batch_size_stores_the_same_rows() -> None:
     model = mt.convert(nn.Sequential(nn.Linear(64, 32)), mt.Policy.uniform(16, rows=0.25), seed=1)
     other = copy.deepcopy(model)
-    compiled = torch.compile(other, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled: Any = torch.compile(other, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (512, 300):
         x = torch.randn(size, 64).requires_grad_()
-        found = [
-            torch.autograd.grad(run(x).square().mean(), list(owner.parameters()))
-            for run, owner in ((model, model), (compiled, other))
-        ]
-        for eager, traced in zip(*found, strict=True):
-            torch.testing.assert_close(eager, traced)
+        found, right = (
+            torch.autograd.grad(run(x).square().mean(), list(run.parameters())) for run in (compiled, model)
+        )
+        torch.testing.assert_close(found, right)
 
 
 def test_functions_that_are_not_linear_store_all_rows_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +221,7 @@ def test_functions_that_are_not_linear_store_all_rows_and_say_so(monkeypatch: py
     with pytest.warns(UserWarning, match="`rows` has no effect on 'layer_norm'"):
         some_rows, *others = found(mt.Policy.uniform(16, rows=0.1))
     assert not torch.equal(all_rows, some_rows)
-    for one, other in zip(same, others, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(others, same)
 
 
 def test_layers_that_share_an_input_share_its_rows() -> None:
@@ -241,9 +229,8 @@ def test_layers_that_share_an_input_share_its_rows() -> None:
         def forward(self, x: Tensor) -> list[Tensor]:
             return [layer(x) for layer in self]
 
-    model = mt.convert(
-        Twins([nn.Linear(64, 32), nn.Linear(64, 48)]), mt.Policy.uniform(16, rows=0.25), seed=1
-    )
+    twins = Twins([nn.Linear(64, 32), nn.Linear(64, 48)])
+    model = mt.convert(twins, mt.Policy.uniform(16, rows=0.25), seed=1)
     nodes = [output.grad_fn for output in model(torch.randn(512, 64).requires_grad_() * 1)]
     first, second = ([part.data_ptr() for part in node.saved_tensors[:3]] for node in nodes)
     assert first == second
@@ -264,7 +251,6 @@ def test_a_search_takes_rows_where_nothing_else_fits_and_not_where_they_are_forb
     assert plan.predicted.saved_bytes <= limit
     assert any(settings.rows < 1 for settings in profile.assignment(plan.policy).values())
     assert mt.Policy.parse(plan.policy.dumps()) == plan.policy
-    with pytest.raises(mt.BudgetError):
-        mt.search_policy(profile, "100%", max_saved=limit, forbid=["rows"])
-    with pytest.raises(mt.BudgetError):
-        mt.search_policy(profile, "100%", max_saved=limit, only=["level"])
+    for without in ({"forbid": ["rows"]}, {"only": ["level"]}):
+        with pytest.raises(mt.BudgetError):
+            mt.search_policy(profile, "100%", max_saved=limit, **without)
