@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune import ops
@@ -17,6 +17,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
 from tests.builders import MLPBlock, workload
+from tests.step_memory import regression
 
 WIDTH, ROWS = 64, 128
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
@@ -38,16 +39,11 @@ class Blocks(nn.Module):
         self.changing = nn.Sequential(InPlace(WIDTH))
         self.unused = nn.ModuleList([MLPBlock(WIDTH)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.embed(x)
         for block in (*self.once, *self.twice, *self.twice):
             x = block(x)
-        out: Tensor = self.changing(x * 1.5)
-        return out
-
-
-def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+        return self.changing(x * 1.5)
 
 
 WORKLOAD = workload(
