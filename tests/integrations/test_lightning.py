@@ -101,17 +101,10 @@ def fitted(
     made = {name: options.pop(name) for name in ("checkpoints", "dropout") if name in options}
     module = options.pop("kind", Classifier)(**made)
     torch.manual_seed(5)
-    trainer = LightningTrainer(
-        default_root_dir=folder,
-        logger=CSVLogger(folder),
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_steps": 3, **options},
-    )
+    place: dict[str, Any] = {"default_root_dir": folder, "logger": CSVLogger(folder), "accelerator": "cpu"}
+    quiet = {"log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    steps: dict[str, Any] = {"devices": 1, "max_steps": 3, **options}
+    trainer = LightningTrainer(callbacks=list(callbacks), **place, **quiet, **steps)
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     return module, trainer
 
