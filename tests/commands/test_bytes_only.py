@@ -13,30 +13,20 @@ import mesa_tune as mt
 from mesa_tune import cli
 from mesa_tune.commands.common import format_bytes
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+LLAMA |= {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 1, "vocab_size": 32000}
+LLAMA |= {"num_attention_heads": 32, "max_position_embeddings": 4096}
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {"model_type": "bert", "vocab_size": 64, **TINY}
+VIT = {"model_type": "vit", "image_size": 32, "patch_size": 8, **TINY}
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 MODEL = """\
 import torch
 from torch import nn
 
-def model():
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
-
-def batch(n):
-    return torch.rand(n, 64)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
+def model(): return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+def batch(n): return torch.rand(n, 64)
+def loss(model, batch): return model(batch).square().mean()
 BATCH_SIZE = 128
 """
 
@@ -79,24 +69,10 @@ def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("values", "about"),
     [
-        pytest.param(
-            {"model_type": "bert", "vocab_size": 64, **TINY},
-            "BertForMaskedLM on 512 tokens",
-            marks=pytest.mark.slow("sweep"),
-        ),
-        (
-            {"model_type": "bert", "architectures": ["BertLMHeadModel"], "vocab_size": 64, **TINY},
-            "BertLMHeadModel on 512 tokens",
-        ),
-        (
-            {"model_type": "vit", "image_size": 32, "patch_size": 8, **TINY},
-            "ViTForImageClassification on images of 32 x 32",
-        ),
-        pytest.param(
-            {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
-            "T5ForConditionalGeneration on 1024 tokens",
-            marks=pytest.mark.slow("sweep"),
-        ),
+        pytest.param(BERT, "BertForMaskedLM on 512 tokens", marks=pytest.mark.slow("sweep")),
+        ({**BERT, "architectures": ["BertLMHeadModel"]}, "BertLMHeadModel on 512 tokens"),
+        (VIT, "ViTForImageClassification on images of 32 x 32"),
+        pytest.param(T5, "T5ForConditionalGeneration on 1024 tokens", marks=pytest.mark.slow("sweep")),
     ],
     ids=["bert", "bert as named", "vit", "t5"],
 )
@@ -116,10 +92,7 @@ def test_a_model_file_is_traced_and_then_really_profiled(capsys: pytest.CaptureF
 
     written = json.loads(Path("mesa-run/profile.json").read_text())
 
-    assert (written["saved_bytes"], written["peak_bytes"]) == (
-        document["saved_bytes"],
-        document["peak_bytes"],
-    )
+    assert all(written[name] == document[name] for name in ("saved_bytes", "peak_bytes"))
     assert written["step_ms"] > 0
     capsys.readouterr()
     assert "other inputs" in failed(capsys, "profile", "model.py", "--device", "cpu", "--bytes-only")
@@ -174,7 +147,7 @@ def test_bad_arguments_are_errors(
     arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("model.py").write_text(MODEL)
-    config(model_type="vit", image_size=32, patch_size=8, **TINY)
+    config(**VIT)
     assert what in failed(capsys, "profile", *arguments)
 
 

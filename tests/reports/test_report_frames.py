@@ -53,20 +53,12 @@ class TestLayers:
         names = [layer.name for layer in PROFILE.layers]
         assert list(frames.layers_frame(PROFILE, MIXED)["name"][: len(names)]) == names
         # A profile has what only hooks reach last, and of that no moments.
-        late = replace(
-            PROFILE,
-            layers=tuple(sorted(PROFILE.layers, key=lambda layer: layer.name == "blocks.1.relu")),
-            timeline=replace(
-                PROFILE.timeline,
-                slots=tuple(
-                    replace(slot, layer=None) if slot.layer == "blocks.1.relu" else slot
-                    for slot in PROFILE.timeline.slots
-                ),
-            ),
-        )
-        assert late.layers[-1].name == "blocks.1.relu"
-        order = frames.running_order(late)
-        assert abs(order.index("blocks.1.relu") - names.index("blocks.1.relu")) <= 1
+        name = "blocks.1.relu"
+        layers = tuple(sorted(PROFILE.layers, key=lambda layer: layer.name == name))
+        slots = (replace(s, layer=None) if s.layer == name else s for s in PROFILE.timeline.slots)
+        late = replace(PROFILE, layers=layers, timeline=replace(PROFILE.timeline, slots=tuple(slots)))
+        assert late.layers[-1].name == name
+        assert abs(frames.running_order(late).index(name) - names.index(name)) <= 1
 
     def test_bytes_of_no_layer_have_the_last_row(self) -> None:
         last = frames.layers_frame(PROFILE, MIXED).iloc[-1]
@@ -95,9 +87,8 @@ class TestLayers:
 
     def test_unknown_errors_are_missing_values(self) -> None:
         unknown = synthetic_profile(1, grid=COARSE, known=False)
-        frame = frames.layers_frame(
-            unknown, {layer.name: LayerSettings(level=16) for layer in unknown.layers}
-        )
+        four_bits = {layer.name: LayerSettings(level=16) for layer in unknown.layers}
+        frame = frames.layers_frame(unknown, four_bits)
         assert frame["gradient_error"][:-1].isna().any()
 
 
@@ -156,14 +147,11 @@ class TestSlicesAndModulesThatRunAgain:
         self, profile: mt.Profile, assignment: dict[str, LayerSettings]
     ) -> None:
         predicted = profile.predict_assignment(assignment)
-        timeline, layers = (
-            make(profile, assignment) for make in (frames.timeline_frame, frames.layers_frame)
-        )
-        assert (timeline["before"].max(), timeline["after"].max()) == (
-            profile.peak_bytes,
-            predicted.peak_bytes,
-        )
-        assert (layers["before"].sum(), layers["after"].sum()) == (profile.saved_bytes, predicted.saved_bytes)
+        timeline = frames.timeline_frame(profile, assignment)
+        layers = frames.layers_frame(profile, assignment)
+        peaks, saved = timeline[["before", "after"]].max(), layers[["before", "after"]].sum()
+        assert list(peaks) == [profile.peak_bytes, predicted.peak_bytes]
+        assert list(saved) == [profile.saved_bytes, predicted.saved_bytes]
         assert len(timeline) == len(profile.timeline.slots) + 3
         assert list(timeline["slot"]) == list(range(len(timeline)))
         assert predicted.peak is not None
@@ -181,13 +169,8 @@ class TestSlicesAndModulesThatRunAgain:
 
 class TestStudy:
     def test_best_is_of_whole_trials_within_the_limits(self) -> None:
-        trials = [
-            (2.0, False, False),
-            (1.0, True, False),
-            (None, True, True),
-            (1.5, True, True),
-            (1.2, False, True),
-        ]
+        values = (2.0, False, False), (1.0, True, False), (None, True, True), (1.5, True, True)
+        trials = (*values, (1.2, False, True))
         history = tuple(TrialEntry(value, 1, None, None, inside, whole) for value, inside, whole in trials)
         plan = Plan(
             Policy(), PROFILE.predict_assignment({}), Baseline(1, 1), None, 8, 8, 0.0, 0.0, history=history
@@ -199,16 +182,9 @@ class TestStudy:
 
 class TestComparison:
     VERIFIED = Verification(
-        baseline=Measured(100, 80, 5.0),
-        policy=Measured(51, 20, 6.0),
-        gradient_errors=(0.1, 0.3),
-        step_ratio=Ratio(1.2, 1.1, 1.3),
-        predicted=None,
-        device="cpu",
-        batch_size=8,
-        torch="2.13.0",
-        steps=5,
-    )
+        Measured(100, 80, 5.0), Measured(51, 20, 6.0), (0.1, 0.3), Ratio(1.2, 1.1, 1.3),
+        predicted=None, device="cpu", batch_size=8, torch="2.13.0", steps=5,
+    )  # fmt: skip
 
     def test_difference_is_measured_over_predicted(self) -> None:
         predicted = Prediction(20, 50, 0.1, None)
