@@ -33,7 +33,7 @@ from mesa_tune.ops.reference import levels as reference_levels
 from mesa_tune.ops.reference import windows as reference_windows
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
-from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
+from tests.ops.test_ops_kernels import quant_groups, same_bytes, same_numbers, tensors
 from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,13 +41,8 @@ KERNELS = (
     *("batch_norm", "cross_entropy", "gate", "levels", "norm", "pack_bits", "pack_windows"),
     *("pack_zero_rows", "positions", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
 )
-SOURCES = (
-    *(f"csrc/cuda/{name}.cu" for name in KERNELS),
-    "tests/cuda_on_host/kernels.cpp",
-)
-FLAGS = (
-    "-std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -Itests/cuda_on_host -Icsrc -x c++"
-)
+SOURCES = (*(f"csrc/cuda/{name}.cu" for name in KERNELS), "tests/cuda_on_host/kernels.cpp")
+FLAGS = "-std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -Itests/cuda_on_host -Icsrc"
 COMPILER = os.environ.get("CXX", "c++")
 
 pytestmark = [
@@ -59,79 +54,49 @@ Kernels = ctypes.CDLL
 NO_SIZES = (1, 2, 1, 0)
 
 
-class Problem(ctypes.Structure):
-    """A tensor, its settings and its packed memory, with ranges or ends: `Problem` of kernels.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("tensor", "sizes", "strides")),
-        *((name, c_int64) for name in ("dims", "numel")),
-        ("dtype", c_int),
-        *((name, c_int64) for name in ("bits", "levels", "group_size", "quant_groups")),
-        *((name, c_void_p) for name in ("data", "ranges", "ends")),
-        ("ends_dtype", c_int),
-    )
+TYPES = {"pointer": c_void_p, "int64": c_int64, "int": c_int, "float": c_float, "bool": c_bool}
 
 
-class Map(ctypes.Structure):
-    """`Map` of csrc/quantize.h."""
+def structure(fields: str) -> Any:
+    """A structure of C: of each type, the names of the fields that follow it."""
+    kind, members = "", []
+    for word in fields.split():
+        if word in TYPES:
+            kind = word
+        else:
+            members.append((word, TYPES[kind]))
+    return type("Structure", (ctypes.Structure,), {"_fields_": members})
 
-    _fields_ = (
-        ("kind", c_int),
-        *((name, c_void_p) for name in ("mean", "rstd")),
-        *((name, c_int64) for name in ("inner", "count")),
-    )
+
+# A tensor, its settings and its packed memory, with ranges or ends: `Problem` of kernels.cpp.
+Problem = structure(
+    "pointer tensor sizes strides int64 dims numel int dtype int64 bits levels group_size quant_groups "
+    "pointer data ranges ends int ends_dtype"
+)
+# The structures of these names in the headers of csrc/, as those after them.
+Map = structure("int kind pointer mean rstd int64 inner count")
+ZeroRows = structure("pointer data int64 rows width")
+Positions = structure("int64 numel count low")
+CrossEntropyBackward = structure(
+    "pointer target surplus weight grad bool single_grad mean int64 ignore rows classes pointer dx"
+)
+BatchNormBackward = structure(
+    "pointer grad rstd weight int64 samples channels positions bool fixed pointer dx dw db"
+)
 
 
 class FewWindows(ctypes.Structure):
-    """`FewWindows` of csrc/pack_windows.h."""
-
     _fields_ = (("axes", c_int64 * 18), ("dims", c_int64), ("planes", c_int64))
 
 
-class ZeroRows(ctypes.Structure):
-    """`ZeroRows` of csrc/quantize.h."""
-
-    _fields_ = (("data", c_void_p), ("rows", c_int64), ("width", c_int64))
-
-
-class Positions(ctypes.Structure):
-    """`Positions` of csrc/positions.h."""
-
-    _fields_ = tuple((name, c_int64) for name in ("numel", "count", "low"))
-
-
 class FewLevels(ctypes.Structure):
-    """`FewLevels` of csrc/levels.h."""
-
     _fields_ = (("numbers", c_float * 16), ("count", c_int), ("planes", c_int))
-
-
-class CrossEntropyBackward(ctypes.Structure):
-    """`CrossEntropyBackward` of csrc/cross_entropy.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("target", "surplus", "weight", "grad")),
-        *((name, c_bool) for name in ("single_grad", "mean")),
-        *((name, c_int64) for name in ("ignore", "rows", "classes")),
-        ("dx", c_void_p),
-    )
-
-
-class BatchNormBackward(ctypes.Structure):
-    """`BatchNormBackward` of csrc/batch_norm.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("grad", "rstd", "weight")),
-        *((name, c_int64) for name in ("samples", "channels", "positions")),
-        ("fixed", c_bool),
-        *((name, c_void_p) for name in ("dx", "dw", "db")),
-    )
 
 
 @pytest.fixture(scope="module", name="kernels")
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     library = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
-    command = [*COMPILER.split(), *FLAGS.split(), *SOURCES, "-o", str(library)]
+    command = [*COMPILER.split(), *FLAGS.split(), "-x", "c++", *SOURCES, "-o", str(library)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library))
@@ -220,15 +185,12 @@ def test_any_statistics(kernels: Kernels, data: st.DataObject) -> None:
     assert_mapped(kernels, Mapped(x, "normalize", mean, rstd, inner, (bits, 2**bits, group_size), seed))
 
 
-def multiplying(kernels: Kernels, factor: Tensor) -> Callable[[Any], None]:
-    return lambda p: kernels.dequantize_mul(p, c_void_p(factor.data_ptr()))
-
-
 def test_products(kernels: Kernels) -> None:
     for x, sizes, factor in cuda_cases.products():
         parts = cuda_cases.packed(x, sizes)
         out = torch.full(x.shape, 5.0)
-        problem(out, sizes, *parts, multiplying(kernels, factor))
+        multiply = partial(_with, kernels.dequantize_mul, c_void_p(factor.data_ptr()))
+        problem(out, sizes, *parts, multiply)
         assert same_numbers(out, fused_ops.dequantize_mul(*parts, factor, *sizes[:3]))
 
 
@@ -237,8 +199,7 @@ def test_products(kernels: Kernels) -> None:
 def test_any_tensor(kernels: Kernels, data: st.DataObject) -> None:
     x = data.draw(tensors())
     bits = data.draw(st.integers(1, 8))
-    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
-    groups = data.draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
+    groups = data.draw(quant_groups(x))
     group_size = data.draw(st.sampled_from([1, 32, 64, 100, 256, 10**6]))
     seed = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
     assert_right(kernels, x, (bits, data.draw(st.integers(2, 2**bits)), group_size, groups), seed)
@@ -288,10 +249,8 @@ def test_rows_of_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_a_tensor_and_its_rows_of_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
     """In one launch where all groups are whole, and take one pass."""
-    seed, tensors = (
-        ctypes.byref(c_int64(3)),
-        (*cuda_cases.rows_of_zeros(dtype), randn(640, 64).relu().to(dtype)),
-    )
+    seed = ctypes.byref(c_int64(3))
+    tensors = (*cuda_cases.rows_of_zeros(dtype), randn(640, 64).relu().to(dtype))
     for x, group_size in itertools.product(tensors, (64, 100)):
         sizes = (4, 16, group_size, 0)
         rows, width = math.prod(x.shape[:-1]), x.shape[-1]
@@ -381,8 +340,9 @@ def assert_gated(kernels: Kernels, x: Tensor, limit: float, grad: Tensor, slope:
     assert torch.equal(shut, ops.pack_bits(x <= limit))
     bits, out = ops.pack_bits(x.view(-1, inner)[:, 0] <= limit), torch.full_like(grad, 7)
 
+    arguments = (c_float(slope), c_int64(inner))
+
     def shutting(p: Any) -> None:
-        arguments = (c_float(slope), c_int64(inner))
         problem(out, NO_SIZES, none, none, lambda to: kernels.gate(p, to, *arguments))
 
     problem(grad, NO_SIZES, bits, none, shutting)
@@ -417,15 +377,11 @@ def test_norms_backward(kernels: Kernels, dtype: torch.dtype) -> None:
             assert (found - right).norm() <= rounding * right.norm()
 
 
-def softmax_backward(kernels: Kernels, dx: Tensor) -> Callable[[Any], None]:
-    shape = (c_int64(dx.shape[0]), c_int64(dx.shape[1]))
-    return lambda p: kernels.softmax_backward(p, c_void_p(dx.data_ptr()), *shape)
-
-
 def test_softmax_backward(kernels: Kernels) -> None:
     for parts, grad, sizes in cuda_cases.softmaxes():
         dx = torch.full_like(grad, 7.0)
-        problem(grad, (*sizes, 0), *parts, softmax_backward(kernels, dx))
+        arguments = (c_void_p(dx.data_ptr()), *map(c_int64, dx.shape))
+        problem(grad, (*sizes, 0), *parts, partial(_with, kernels.softmax_backward, *arguments))
         expected = fused_ops.softmax_backward(*parts, grad, *sizes)
         assert (dx - expected).norm() <= 1e-6 * expected.norm()
 
@@ -522,9 +478,8 @@ def test_given_ranges(kernels: Kernels, data: st.DataObject) -> None:
     packed, ends = memory(x, sizes)
     problem(x, sizes, packed, ends, kernels.extents)
     assert same_numbers(ends, reference_codecs.extents(x, *sizes[2:]))
-    number = ctypes.byref(c_int64(seed or 0))
-    problem(x, sizes, packed, ranges, lambda p: kernels.quantize_within(p, seed is not None, number))
-    expected = reference_codecs.quantize_within(
-        x, ranges, *sizes, seed is not None, torch.tensor([seed or 0])
-    )
-    assert same_bytes(packed, expected)
+    number, stochastic = seed or 0, seed is not None
+    key = ctypes.byref(c_int64(number))
+    problem(x, sizes, packed, ranges, lambda p: kernels.quantize_within(p, stochastic, key))
+    arguments = (x, ranges, *sizes, stochastic, torch.tensor([number]))
+    assert same_bytes(packed, reference_codecs.quantize_within(*arguments))
