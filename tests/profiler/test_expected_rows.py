@@ -12,15 +12,13 @@ import mesa_tune as mt
 from mesa_tune.codecs import Spec, rows
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.errors.expected_rows import expected_square
-from tests.builders import workload
+from tests.builders import known, workload
 
 ROWS, WIDTH = 64, 64
 
 
 def spec_of(settings: LayerSettings) -> Spec:
-    spec = Spec.of(settings, 0)
-    assert spec is not None
-    return spec.along(-1)
+    return known(Spec.of(settings, 0)).along(-1)
 
 
 def decoded(x: Tensor, spec: Spec, seed: int) -> Tensor:
@@ -56,8 +54,7 @@ def test_the_price_of_a_batch_does_not_depend_on_the_sample() -> None:
     scale[7] = 300.0  # one row makes most of the gradient, and its norm does not tell
 
     def build() -> nn.Module:
-        parts = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 8)}
-        return nn.Sequential(OrderedDict(parts))
+        return nn.Sequential(OrderedDict(first=nn.Linear(32, 32), second=nn.Linear(32, 8)))
 
     work = workload(build, lambda _: x, lambda model, x: (scale * model(x)).square().mean(), batch_size=256)
     sampled, rounded = LayerSettings(level=16, rows=0.1), LayerSettings(level=4)

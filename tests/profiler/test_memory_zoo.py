@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -62,11 +62,10 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(bert_config())
 
 
-def checkpointed_vit() -> nn.Module:
+def checkpointed_vit() -> Any:
     model: Any = transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGE, **HEADS))
     model.gradient_checkpointing_enable()
-    built: nn.Module = model
-    return built
+    return model
 
 
 def padded(count: int) -> dict[str, Tensor]:
@@ -85,17 +84,14 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
+SGD = partial(torch.optim.SGD, lr=0.1)
 ZOO = {
     "BERT": Case(bert, padded, ("plain", "mixed", "all codecs")),
     "GPT-2, accumulated": Case(
         lambda: gpt2(layers=1), padded, ("4 bits", "dropping", "all codecs"), {"accumulation": 3}
     ),
     "Llama": Case(llama, padded, ("mixed", "few rows", "all codecs")),
-    "GPT-2, SGD": Case(lambda: gpt2(layers=1), padded, ("4 bits", "by sample"), {"optimizer": sgd}),
+    "GPT-2, SGD": Case(lambda: gpt2(layers=1), padded, ("4 bits", "by sample"), {"optimizer": SGD}),
     "ResNet": Case(lambda: resnet(1, 2), pixels, ("plain", "by channel", "all codecs")),
     "ViT, checkpointed": Case(checkpointed_vit, pixels, ("mixed", "dropping", "all codecs")),
 }
@@ -147,10 +143,8 @@ def test_the_timeline_has_the_bytes_of_the_traced_steps(name: str) -> None:
         assert len(trace.slots) == len(sized.slots)
         live = sized.live(dict.fromkeys(sized.names, settings)).tolist()
         # A slot without a layer has the bytes of the plain step.
-        differ = [
-            (slot.layer, count - static - slot.high) for slot, count in zip(trace.slots, live, strict=True)
-        ]
-        assert not [pair for pair in differ if pair[1] and pair[0] is not None]
+        pairs = zip(trace.slots, live, strict=True)
+        assert not [slot for slot, count in pairs if slot.layer is not None and count - static != slot.high]
 
 
 @pytest.mark.parametrize(

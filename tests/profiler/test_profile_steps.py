@@ -14,8 +14,8 @@ import mesa_tune as mt
 from mesa_tune.profiler import tracing
 from mesa_tune.profiler.memory.step_trace import SlotTrace, StepTrace
 from mesa_tune.profiler.memory.trace import trace_step
-from tests.builders import mean, workload
-from tests.step_memory import FOUR_BITS, PLAIN, measured
+from tests.builders import known, mean, workload
+from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured
 
 WIDTH = 64
 
@@ -31,73 +31,55 @@ def assert_predicted(work: mt.Workload) -> None:
         assert profile.predict(policy).saved_bytes == measured(work, policy).saved_bytes
 
 
-class _Aside(nn.Module):
-    """Computes what nobody uses, in a branch whose nodes save their own outputs: that dies in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.aside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        self.aside(h).relu_().softmax(-1).cumsum(-1).exp().cumprod(-1).sqrt()
-        y: Tensor = self.last(h)
-        return y
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def test_what_a_branch_without_a_loss_saves_is_not_counted() -> None:
-    assert_predicted(tokens(_Aside))
+    """Nodes of the branch save their own outputs, which die in the forward."""
+
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.first(x)
+        model.aside(h).relu_().softmax(-1).cumsum(-1).exp().cumprod(-1).sqrt()
+        return model.last(h)
+
+    assert_predicted(tokens(lambda: Composed(forward, first=linear(), aside=linear(), last=linear())))
 
 
 def test_the_peak_is_at_the_layer_before_a_dropout_that_drops_nothing() -> None:
     def model() -> nn.Module:
         wide = (nn.Linear(WIDTH, 16 * WIDTH), nn.GELU(), nn.Dropout(0.0), nn.Linear(16 * WIDTH, WIDTH))
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *wide)
+        return nn.Sequential(linear(), *wide)
 
     work = tokens(model)
     profile = mt.profile(work, options=())
     for policy in (PLAIN, FOUR_BITS):
         predicted = profile.predict(policy)
         assert predicted.peak_bytes == mt.verify(work, policy, steps=1, seeds=1).policy.peak_bytes
-        assert predicted.peak is not None
-        assert predicted.peak.layer != "3"
-
-
-class _Routed(nn.Module):
-    """Goes another way when `gate`, which AdamW moves by 0.001 a step, has fallen below zero in two steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Parameter(torch.tensor(0.0015))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        y: Tensor = self.last(h.exp() if self.gate > 0 else h)
-        return y + self.gate
+        assert known(predicted.peak).layer != "3"
 
 
 def test_steps_of_a_model_that_goes_by_its_weights_go_one_way() -> None:
-    assert_predicted(tokens(_Routed))
+    """`gate`, which AdamW moves by 0.001 a step, falls below zero in two steps."""
 
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.first(x).tanh()
+        return model.last(h.exp() if model.gate > 0 else h) + model.gate
 
-class _LeftOut(nn.Module):
-    """Leaves calls out at random, by the dice of Python."""
+    def build() -> nn.Module:
+        return Composed(forward, first=linear(), last=linear(), gate=nn.Parameter(torch.tensor(0.0015)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for _ in range(64):
-            h = h + 1 if random.random() < 0.5 else h
-        y: Tensor = self.last(h)
-        return y
+    assert_predicted(tokens(build))
 
 
 def test_steps_of_a_model_that_goes_by_pythons_dice_go_one_way() -> None:
-    assert_predicted(tokens(_LeftOut))
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.first(x)
+        for _ in range(64):
+            h = h + 1 if random.random() < 0.5 else h
+        return model.last(h)
+
+    assert_predicted(tokens(lambda: Composed(forward, first=linear(), last=linear())))
 
 
 class _Slots(list[SlotTrace]):
@@ -110,20 +92,12 @@ class _Slots(list[SlotTrace]):
         return super().__iter__()
 
 
-class _Long(nn.Module):
-    """One layer after the other, many times: as a decoder that makes word after word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
         for _ in range(40):
-            x = self.layer(x).tanh()
+            x = model.layer(x).tanh()
         return x
 
-
-def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(*args: Any) -> StepTrace:
         trace = trace_step(*args)
         trace.slots = _Slots(trace.slots)
@@ -131,7 +105,7 @@ def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tracing, "trace_step", traced)
     monkeypatch.setattr(_Slots, "walks", 0)
-    profile = mt.profile(tokens(_Long), options=())
+    profile = mt.profile(tokens(lambda: Composed(forward, layer=linear())), options=())
     assert len(profile.timeline.kept) > 80
     # A few times for each of six traces: steps of thousands of slots have thousands of kept tensors.
     assert 0 < _Slots.walks < 60

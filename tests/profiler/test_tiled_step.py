@@ -13,7 +13,7 @@ from torch import nn
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import SLICES
-from tests.builders import language_workload, workload
+from tests.builders import known, language_workload, workload
 
 FOUR = mt.LayerSettings(level=16)
 AGAIN = mt.LayerSettings(level=256, store="recompute")
@@ -34,8 +34,7 @@ POLICIES: dict[str, Callable[[], mt.Policy]] = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_predicted_bytes_are_those_of_a_step_with_slices(profile: Profile, name: str) -> None:
-    assert profile.tiled is not None
-    policy = profile.tiled.policy(POLICIES[name]())
+    policy = known(profile.tiled).policy(POLICIES[name]())
     predicted, measured = profile.predict(policy), mt.verify(language_workload(), policy, steps=1, seeds=1)
     assert predicted.saved_bytes == measured.policy.saved_bytes
     assert predicted.peak_bytes == measured.policy.peak_bytes
@@ -45,22 +44,16 @@ def test_predicted_bytes_are_those_of_a_step_with_slices(profile: Profile, name:
 def test_slices_add_time_and_no_error(profile: Profile) -> None:
     assert profile.tiled is not None
     assert (profile.tiled.losses, profile.tiled.heads) == (("loss.cross_entropy.0",), ("head",))
-    assert profile.tiled.added_ms is not None
     alone, uniform = mt.Policy(()), mt.Policy.uniform(level=16)
     assert profile.predict(profile.tiled.policy(alone)).gradient_error == 0.0
     before, after = profile.predict(uniform), profile.predict(profile.tiled.policy(uniform))
-    assert before.gradient_error is not None
-    assert after.gradient_error is not None
-    assert after.gradient_error < before.gradient_error  # the head's input is exact now
-    plain = profile.predict(alone).step_ms
-    tiled = profile.predict(profile.tiled.policy(alone)).step_ms
-    assert plain is not None
-    assert tiled == pytest.approx(plain + profile.tiled.added_ms)
+    assert known(after.gradient_error) < known(before.gradient_error)  # the head's input is exact now
+    plain, tiled = (profile.predict(policy).step_ms for policy in (alone, profile.tiled.policy(alone)))
+    assert tiled == pytest.approx(known(plain) + known(profile.tiled.added_ms))
 
 
 def test_a_saved_profile_predicts_slices(profile: Profile) -> None:
-    assert profile.tiled is not None
-    policy = profile.tiled.policy(mt.Policy.uniform(level=16))
+    policy = known(profile.tiled).policy(mt.Policy.uniform(level=16))
     loaded = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
     assert loaded.predict(policy) == profile.predict(policy)
 

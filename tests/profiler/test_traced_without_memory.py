@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler import fake_steps, profiling
 from mesa_tune.profiler.tracing import TracedWorkload
 from tests.builders import ViT, workload
-from tests.step_memory import squares
-
-
-class Recurrent(nn.Module):
-    """An LSTM, which saves less on fake tensors than on real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 32), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.lstm(x)[0])
-        return out
-
-
-class ByValue(nn.Module):
-    """Reads values: no fake step has any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x[x.sum(-1) > 0])
-        return out
+from tests.step_memory import Composed, squares
 
 
 class Locked(nn.Linear):
@@ -49,10 +26,11 @@ class Locked(nn.Linear):
 
 
 VIT = workload(lambda: ViT(depth=1))
-RECURRENT, BY_VALUE, LOCKED = (
-    workload(model, lambda n: torch.randn(n, 16, 8), squares, batch_size=64)
-    for model in (Recurrent, ByValue, Locked)
-)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "saves less on fake tensors": lambda: Composed(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(8, 32)),
+    "reads values": lambda: Composed(lambda m, x: m.head(x[x.sum(-1) > 0]), head=nn.Linear(8, 4)),
+    "has a lock": Locked,
+}
 
 
 @pytest.fixture(name="found")
@@ -75,23 +53,14 @@ def test_a_profile_has_the_bytes_of_real_steps(
     assert found[0] is not None
     monkeypatch.setattr(profiling, "traced_without_memory", lambda *_: None)
     real = mt.profile(VIT, options=[])
-    for name in (
-        "timeline",
-        "layers",
-        "tiled",
-        "exact",
-        "notes",
-        "static_bytes",
-        "saved_bytes",
-        "peak_bytes",
-    ):
+    names = ("timeline", "layers", "tiled", "exact", "notes", "static_bytes", "saved_bytes", "peak_bytes")
+    for name in names:
         assert getattr(without, name) == getattr(real, name)
 
 
-@pytest.mark.parametrize("work", [RECURRENT, BY_VALUE, LOCKED], ids=["lstm", "values", "lock"])
-def test_where_fake_steps_differ_real_ones_are_traced(
-    work: mt.Workload, found: list[TracedWorkload | None]
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_where_fake_steps_differ_real_ones_are_traced(name: str, found: list[TracedWorkload | None]) -> None:
+    work = workload(MODELS[name], lambda n: torch.randn(n, 16, 8), squares, batch_size=64)
     profile = mt.profile(work, options=[])
     assert found == [None]
     assert profile.saved_bytes > 0
