@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError, representatives
 from mesa_tune.profiler.errors.noise import Noise
-from tests.builders import workload
+from tests.builders import known, workload
 from tests.profiler.models import three_classes
-from tests.step_memory import squares
+from tests.step_memory import regression, squares
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
@@ -56,9 +56,8 @@ def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
     work = classifying(accumulation=accumulation)
     for steps in (2, NOISE_STEPS):
         variance, mean = by_hand(work, steps)
-        assert JointError(work).noise(fewest=steps, most=steps).relative == pytest.approx(
-            variance / mean, rel=1e-5
-        )
+        noise = JointError(work).noise(fewest=steps, most=steps)
+        assert noise.relative == pytest.approx(variance / mean, rel=1e-5)
 
 
 def test_noise_takes_more_steps_where_gradients_vary_more() -> None:
@@ -98,9 +97,8 @@ def true_ratio(work: mt.Workload, policy: mt.Policy) -> float:
 def test_predicted_and_measured_ratio_are_those_of_many_batches(profile: mt.Profile) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=4)
     check = mt.verify(work, policy, steps=1)
-    right, at_larger = (
-        true_ratio(each, policy) for each in (work, work.with_batch_size(4 * work.batch_size))
-    )
+    sizes = (work.batch_size, 4 * work.batch_size)
+    right, at_larger = (true_ratio(work.with_batch_size(size), policy) for size in sizes)
     predicted = profile.predict(policy).gradient_noise_ratio
     for found in (predicted, check.gradient_noise_ratio):
         assert found == pytest.approx(right, rel=0.5)
@@ -135,10 +133,7 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
         nn.init.zeros_(layer.weight)
         return nn.Sequential(nn.Hardtanh(-99, 99), layer)  # the batch itself would stay exact
 
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    work, policy = workload(model, uneven, loss, batch_size=128), mt.Policy.uniform(level=16)
+    work, policy = workload(model, uneven, regression, batch_size=128), mt.Policy.uniform(level=16)
     profile, joint = mt.profile(work, options=OPTIONS, seeds=12), JointError(work)
     errors, sizes = [], []
     for draw in range(1, 12):
@@ -196,21 +191,14 @@ def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
         scale = 2.0 if torch.rand(()) < 1 / 8 else 1.0
         return scale * torch.randn(size, 32)
 
-    work = workload(
-        lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8)),
-        batch,
-        squares,
-        batch_size=64,
-    )
+    model = lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8))  # noqa: E731
+    work = workload(model, batch, squares, batch_size=64)
     profile = mt.profile(work, options=[mt.LayerSettings(level=4, group_size=64)], seeds=5)
     assert max(profile.gradient_norms) > 2
     uniform, draws, joint = mt.Policy.uniform(level=4), range(500, 548), JointError(work)
     errors = joint.errors(uniform, [(draw, 0) for draw in draws])
     measured = joint.noise(first=500, fewest=48, most=48).ratio(errors)
-    predicted = profile.predict(uniform).gradient_noise_ratio
-    assert predicted is not None
-    assert measured is not None
-    assert 0.8 * measured < predicted < 2.5 * measured
+    assert 0.8 < known(profile.predict(uniform).gradient_noise_ratio) / known(measured) < 2.5
 
 
 @pytest.mark.parametrize("is_zero", [True, False])

@@ -19,10 +19,11 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
 from mesa_tune.profiler.pricing import LayerPrices, candidates
 from mesa_tune.profiler.profile import Prediction, Profile
-from tests.builders import ViT, workload
+from tests.builders import ViT, known, workload
 from tests.synthetic import synthetic_profile
 
 BATCHES = 3
+FOUR = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
 NEAREST = mt.LayerSettings(level=4, rounding="nearest")
 DROP = mt.LayerSettings(level=16, drop=0.5)
 CHANNELS = mt.LayerSettings(level=16, group_size=None, quant_groups=2)
@@ -71,9 +72,8 @@ def test_derivations_are_priced_on_the_batches_that_make_prices(full: Profile) -
     for option in options:
         assert option.price_errors == option.errors
         assert option.batches == BATCHES - 1
-    assert {len(errors) for derivation in full.derivations for errors in derivation.all_errors} == {
-        BATCHES - 1
-    }
+    counts = {len(errors) for derivation in full.derivations for errors in derivation.all_errors}
+    assert counts == {BATCHES - 1}
     document = json.loads(json.dumps(full.to_dict()))
     assert Profile.from_dict(document).derivations == full.derivations
 
@@ -95,23 +95,21 @@ def test_a_solver_chooses_among_options_priced_on_all_batches(full: Profile) -> 
 
 
 def test_options_left_out_follow_the_others() -> None:
-    four = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
     left = Option(mt.LayerSettings(level=16, group_size=64), 12, 0.05, (9.0,), False, 0.0, 0.0)
-    layer = replace(synthetic_profile().layers[0], options=(four, left))
+    layer = replace(synthetic_profile().layers[0], options=(FOUR, left))
     assert layer.errors(left.settings) == pytest.approx((2.0, 4.0))
-    assert layer.errors(four.settings) == (4.0, 8.0)
+    assert layer.errors(FOUR.settings) == (4.0, 8.0)
 
 
 def test_the_batch_that_chooses_is_no_part_of_the_price() -> None:
-    four = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
-    assert four.gradient_error == 6.0
-    assert four.interval == interval((4.0, 8.0))
-    assert replace(four, errors=(2.0,)).gradient_error == 2.0
+    assert FOUR.gradient_error == 6.0
+    assert FOUR.interval == interval((4.0, 8.0))
+    assert replace(FOUR, errors=(2.0,)).gradient_error == 2.0
     first, second, third = (
-        LayerPrices((replace(four, errors=(error,)),), (ratio,)) for error, ratio in ((2, 9), (4, 1), (8, 3))
+        LayerPrices((replace(FOUR, errors=(error,)),), (ratio,)) for error, ratio in ((2, 9), (4, 1), (8, 3))
     )
     together = first.extended(second).extended(third)
-    assert together == LayerPrices((four,), (2.0,))
+    assert together == LayerPrices((FOUR,), (2.0,))
 
 
 def test_errors_add_up_batch_by_batch() -> None:
@@ -131,9 +129,8 @@ def test_times_meet_what_all_layers_added_and_what_half_of_them_added() -> None:
     """All four add 8 ms, each half 5 ms: so a layer is priced at 2 ms, and the halves overlap by 2 ms."""
     four = mt.LayerSettings(level=16)
     options = (Option(four, 10, 0.1, (1.0, 2.0), True, 0.0, 0.0),)
-    layers = [
-        replace(synthetic_profile().layers[0], name=name, call_ms=2.0, options=options) for name in "abcd"
-    ]
+    layer = replace(synthetic_profile().layers[0], call_ms=2.0, options=options)
+    layers = [replace(layer, name=name) for name in "abcd"]
     table = PriceTable(layers, (), (), hooked=(), exact=(), interaction={}, overlap_ms=2.0)
 
     def added(names: str) -> float | None:
@@ -141,9 +138,7 @@ def test_times_meet_what_all_layers_added_and_what_half_of_them_added() -> None:
 
     half = 4.0 + (1 - math.exp(-10.0))  # the rise at the first layers is over, but for 5e-5 ms
     assert [added(names) for names in ("", "ab", "abcd")] == pytest.approx([0.0, half, 8.0])
-    assert added("a") == pytest.approx(2.0 + 1.5 * (1 - math.exp(-5.0))), (
-        "the first layer adds more than the others"
-    )
+    assert added("a") == pytest.approx(2.0 + 1.5 * (1 - math.exp(-5.0)))  # the first adds more than others
     assert table.cost(layers[:1], {"a": four}, NO_DERIVATIONS).ms == pytest.approx(2.0)
 
 
@@ -171,10 +166,8 @@ def test_bias_is_all_of_nearest_and_little_of_stochastic_rounding(own: Profile) 
     nearest = [option for option in split if option.settings == NEAREST]
     assert nearest
     assert all(option.bias == pytest.approx(option.errors[1], rel=1e-3) for option in nearest)
-    others = [
-        (option.bias or 0) / option.errors[1] for option in split if option.settings.rounding != "nearest"
-    ]
-    assert statistics.median(others) < 0.2
+    others = (option for option in split if option.settings.rounding != "nearest")
+    assert statistics.median((option.bias or 0) / option.errors[1] for option in others) < 0.2
 
 
 def test_kinds_have_prices_of_their_own_or_none(own: Profile, full: Profile) -> None:
@@ -203,10 +196,8 @@ def test_every_option_says_where_its_price_comes_from(full: Profile) -> None:
 
 def test_predictions_have_intervals(full: Profile) -> None:
     predicted = full.predict(mt.Policy.uniform(level=16))
-    assert predicted.gradient_error is not None
-    assert predicted.gradient_error_interval is not None
-    low, high = predicted.gradient_error_interval
-    assert 0 < low < predicted.gradient_error < high
+    low, high = known(predicted.gradient_error_interval)
+    assert 0 < low < known(predicted.gradient_error) < high
     assert Prediction.from_dict(json.loads(json.dumps(predicted.to_dict()))) == predicted
 
 
@@ -226,18 +217,11 @@ def test_the_floor_is_what_lower_precision_leaves() -> None:
 def test_interaction_adds_to_the_prediction_and_widens_the_interval() -> None:
     profile, one = synthetic_profile(), mt.Policy.uniform(level=2)
     plain, raised = profile.predict(one), replace(profile, interaction=((1, 0.1),)).predict(one)
-    assert plain.gradient_error is not None
-    assert plain.gradient_error_interval is not None
-    assert raised.gradient_error_interval is not None
-    assert raised.gradient_error is not None
-    assert raised.gradient_error > plain.gradient_error
-    assert _width(raised.gradient_error_interval) > _width(plain.gradient_error_interval)
+    assert known(raised.gradient_error) > known(plain.gradient_error)
+    widths = [high / low for low, high in (known(one.gradient_error_interval) for one in (plain, raised))]
+    assert widths[0] < widths[1]
     four = mt.Policy.uniform(level=16)
     assert replace(profile, interaction=((1, 0.1),)).predict(four) == profile.predict(four)
-
-
-def _width(ends: tuple[float, float]) -> float:
-    return ends[1] / ends[0]
 
 
 def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Path) -> None:

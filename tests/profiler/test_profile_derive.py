@@ -19,7 +19,7 @@ from mesa_tune.profiler.errors.derivation import continued
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.profile import Profile
-from tests.builders import workload
+from tests.builders import known, workload
 from tests.profiler.models import BATCH, CHAINS, DIGITS, WIDTH, profile_of, text_batch, workload_of
 from tests.step_memory import measured
 
@@ -61,9 +61,9 @@ def test_who_derives(rules: str) -> None:
 
 @pytest.mark.parametrize("layers", [("silu.0",), ("conv2",), ("silu.0", "conv2")], ids="-".join)
 def test_an_activation_derives_its_input_only_for_others(layers: tuple[str, ...]) -> None:
-    four, derive = mt.LayerSettings(level=16), mt.LayerSettings(level=16, store="derive")
+    derive = replace(FOUR, store="derive")
     policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, derive if layer.name in layers else four)
+        (layer.tag, layer.index, layer.name, derive if layer.name in layers else FOUR)
         for layer in profile_of("silu").layers
     )
     found = measured(workload_of("silu"), policy)
@@ -132,8 +132,7 @@ def joint_error(name: str, policy: mt.Policy) -> float:
 def test_the_error_of_all_that_derives_is_that_of_whole_backwards(name: str, level: int) -> None:
     policy = mt.Policy.uniform(level=level, store="derive")
     predicted, found = profile_of(name).predict(policy).gradient_error, joint_error(name, policy)
-    assert predicted is not None
-    assert found / 1.5 < predicted < found * 1.5
+    assert found / 1.5 < known(predicted) < found * 1.5
 
 
 @pytest.mark.slow("sweep")
@@ -143,8 +142,7 @@ def test_the_error_of_a_real_vision_transformer_that_derives() -> None:
     policy = mt.Policy.uniform(level=16, store="derive")
     errors = JointError(work).errors(policy, [(number // 2, number) for number in range(4)])
     predicted, found = profile.predict(policy).gradient_error, statistics.fmean(errors)
-    assert predicted is not None
-    assert found / 1.5 < predicted < found * 1.5
+    assert found / 1.5 < known(predicted) < found * 1.5
     assert len(profile.derivations) == 18
 
 
@@ -161,9 +159,7 @@ def test_each_price_is_that_of_whole_backwards(name: str, level: int) -> None:
     settings = mt.LayerSettings(level=level)
     for one in profile_of(name).derivations:
         policy = only(profile_of(name), one, settings)
-        errors = one.errors(settings)
-        assert errors is not None
-        predicted = statistics.fmean(errors)
+        predicted = statistics.fmean(known(one.errors(settings)))
         assert profile_of(name).predict(policy).gradient_error == pytest.approx(predicted)
         assert predicted == pytest.approx(joint_error(name, policy), rel=0.5), one.layers
 
@@ -193,20 +189,17 @@ def test_what_is_priced_together() -> None:
 def test_layers_that_derive_only_err_by_what_is_stored() -> None:
     profile = profile_of("transformer")
     stored = {"blocks.0.norm2": FOUR, "blocks.0.fc1": replace(FOUR, store="derive")}
-    alone = profile.gradient_error({"blocks.0.norm2": FOUR})
-    both = profile.gradient_error(stored)
-    assert alone is not None
-    assert both is not None
+    alone = known(profile.gradient_error({"blocks.0.norm2": FOUR}))
+    both = known(profile.gradient_error(stored))
     coarse = profile.gradient_error(stored | {"blocks.0.fc1": replace(FOUR, level=4, store="derive")})
     assert alone < both == coarse
     parted = profile.gradient_error({**stored, "blocks.0.norm2": EXACT})
     assert parted == profile.gradient_error({"blocks.0.fc1": FOUR})
 
 
-def test_a_profile_of_before_has_no_derivations(tmp_path: Path) -> None:
-    profile_of("llama").save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile_of("llama")
-    values = json.loads((tmp_path / "profile.json").read_text("utf-8"))
+def test_a_profile_of_before_has_no_derivations() -> None:
+    values = json.loads(json.dumps(profile_of("llama").to_dict()))
+    assert Profile.from_dict(values) == profile_of("llama")
     del values["derivations"]
     assert Profile.from_dict(values).derivations == ()
 
