@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch.nn.modules import module as hooks
 
+import mesa_tune as mt
 from mesa_tune.profiler.watching import bootstrap
 from mesa_tune.profiler.watching.watcher import Watcher
 from tests.conftest import forget_accelerators
@@ -94,6 +95,17 @@ trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, **option
 trainer.fit(Lit(), torch.utils.data.DataLoader(data, batch_size=8))
 """,
 }
+
+
+def rows(profile: mt.Profile) -> list[tuple[str, str, int, int]]:
+    """Name, tag, index and bytes of each layer."""
+    return [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in profile.layers]
+
+
+def plain_profile(path: Path) -> mt.Profile:
+    """The profile of `MODEL` in a new file, in bytes alone."""
+    path.write_text(MODEL)
+    return mt.profile(mt.Workload.load(path, device="cpu"), options=[])
 
 
 def last_lines(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
-from tests.commands.scripts import BERT, END, MODEL, ROOT, SCRIPTS, START, InThisProcess
+from tests.commands.scripts import BERT, END, MODEL, ROOT, SCRIPTS, START, InThisProcess, plain_profile, rows
 
 SELF = [sys.executable, "train.py"]
 
@@ -67,33 +67,24 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows(path: str) -> list[tuple[str, str, int, int]]:
-    return [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in mt.Profile.load(path).layers]
-
-
-def of_file(name: str) -> list[tuple[str, str, int, int]]:
-    """Rows of the profile of a model file."""
+def of_file(name: str) -> mt.Profile:
+    """The profile of a model file."""
     assert cli.run(["profile", f"{name}.py", "--bytes-only", "--device", "cpu", "--run", name]) == 0
-    return rows(f"{name}/profile.json")
+    return mt.Profile.load(f"{name}/profile.json")
 
 
 @pytest.fixture(scope="module", name="expected")
-def _expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, int, int]]:
-    """Rows of the profile of `MODEL`, whose layers `profile -- python train.py` has, too: test_script.py."""
-    path = tmp_path_factory.mktemp("expected") / "model.py"
-    path.write_text(MODEL)
-    mt.profile(mt.Workload.load(path, device="cpu"), options=[]).save(path.with_name("profile.json"))
-    return rows(str(path.with_name("profile.json")))
+def _expected(tmp_path_factory: pytest.TempPathFactory) -> mt.Profile:
+    """The profile of `MODEL`, whose layers `profile -- python train.py` has, too: test_script.py."""
+    return plain_profile(tmp_path_factory.mktemp("expected") / "model.py")
 
 
 @pytest.mark.parametrize("name", ["loop", "Lightning"])
-def test_the_file_has_the_layers_of_the_script(
-    name: str, folder: Path, expected: list[tuple[str, str, int, int]]
-) -> None:
+def test_the_file_has_the_layers_of_the_script(name: str, folder: Path, expected: mt.Profile) -> None:
     (folder / "model.py").write_text(MODEL)
     (folder / "train.py").write_text(START + SCRIPTS[name] + END)
     assert cli.run(["init", "mine.py", "--from", "train.py", "--quiet"]) == 0
-    assert of_file("mine") == expected
+    assert rows(of_file("mine")) == rows(expected)
 
 
 OTHERS = {
@@ -127,8 +118,8 @@ def test_what_is_observed_is_what_the_file_profiles(name: str, folder: Path) -> 
     (folder / "train.py").write_text(START + OTHERS[name])
     assert cli.run(["profile", "--run", "script", "--", *SELF]) == 0
     assert cli.run(["init", "mine.py", "--from", "train.py"]) == 0
-    assert of_file("mine") == rows("script/profile.json")
-    observed, recorded = (mt.Profile.load(f"{run}/profile.json") for run in ("script", "mine"))
+    observed, recorded = mt.Profile.load("script/profile.json"), of_file("mine")
+    assert rows(observed) == rows(recorded)
     assert observed.saved_bytes == recorded.saved_bytes
     assert observed.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.01)
     assert observed.autocast == recorded.autocast == "bfloat16"
@@ -151,7 +142,7 @@ def assert_is_the_own_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_is_the_own_step(folder, capfd)
     assert cli.run(["profile", "--run", "script", "--", *SELF, "--classes", "7"]) == 0
-    assert of_file("mine") == rows("script/profile.json")
+    assert rows(of_file("mine")) == rows(mt.Profile.load("script/profile.json"))
     assert "next: mesa-tune init --from " in capfd.readouterr().out
     assert cli.run(COMMAND) == 1
     assert "mine.py: exists already" in capfd.readouterr().err
@@ -171,7 +162,7 @@ def test_a_child_process_is_recorded(
     (folder / "model.py").write_text(BERT)
     (folder / "train.py").write_text(START + SCRIPTS["Trainer"])
     assert cli.run(["init", "mine.py", "--from", "train.py", "--force"]) == 0
-    assert of_file("mine") == of_file("model")
+    assert rows(of_file("mine")) == rows(of_file("model"))
 
 
 def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

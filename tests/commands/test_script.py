@@ -23,6 +23,8 @@ from tests.commands.scripts import (
     START,
     InThisProcess,
     last_lines,
+    plain_profile,
+    rows,
     run_plainly,
 )
 
@@ -61,16 +63,13 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", name="expected")
 def _expected(tmp_path_factory: pytest.TempPathFactory) -> mt.Profile:
     """The profile of `MODEL`."""
-    path = tmp_path_factory.mktemp("expected") / "model.py"
-    path.write_text(MODEL)
-    return mt.profile(mt.Workload.load(path, device="cpu"), options=[])
+    return plain_profile(tmp_path_factory.mktemp("expected") / "model.py")
 
 
 def assert_observed(expected: mt.Profile) -> None:
     """The profile of the run has the layers and the bytes of `expected`."""
     found = mt.Profile.load("mesa-run/profile.json")
-    names = [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in expected.layers]
-    assert [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in found.layers] == names
+    assert rows(found) == rows(expected)
     assert found.saved_bytes == expected.saved_bytes
 
 
@@ -335,11 +334,8 @@ def test_it_is_said_at_once_that_no_step_will_be_observed(
 ) -> None:
     (folder / "train.sh").write_text(FAULT + "exec sleep 0.5\n")
     assert cli.run(["profile", "--", "sh", "train.sh"]) == 1
-    assert capfd.readouterr().err.splitlines() == [
-        "mesa-tune: why not; the script goes on, unobserved",
-        "error: why not",
-        "what to do",
-    ]
+    first = "mesa-tune: why not; the script goes on, unobserved"
+    assert capfd.readouterr().err.splitlines() == [first, "error: why not", "what to do"]
 
 
 @in_child

@@ -48,8 +48,7 @@ def test_the_bytes_of_every_example_are_traced(name: str, tmp_path: Path) -> Non
     command = ["profile", str(EXAMPLES / name), "--bytes-only", "--batch-size", "2", "--run", str(tmp_path)]
     assert cli.run([*command, "--quiet"]) == 0
     profile = Profile.load(tmp_path / "profile.json")
-    at_4_bits = profile.predict(Policy.uniform(level=16))
-    assert at_4_bits.saved_bytes < profile.saved_bytes / 2
+    assert profile.predict(Policy.uniform(level=16)).saved_bytes < profile.saved_bytes / 2
 
 
 def test_deit_has_its_published_size() -> None:
@@ -90,13 +89,10 @@ def test_a_few_steps_learn_and_repeat() -> None:
     assert names.train(steps=2, seed=3) == names.train(steps=2, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        ("trainer_text.py", {"steps": 2}),
-        pytest.param("lightning_digits.py", {"epochs": 1}, marks=pytest.mark.slow("training")),
-    ],
-)
+LIGHTNING = pytest.param("lightning_digits.py", {"epochs": 1}, marks=pytest.mark.slow("training"))
+
+
+@pytest.mark.parametrize(("name", "length"), [("trainer_text.py", {"steps": 2}), LIGHTNING])
 def test_examples_of_frameworks_train_plain_and_with_a_policy(
     name: str, length: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,21 +109,15 @@ def test_examples_of_frameworks_train_plain_and_with_a_policy(
 @pytest.mark.slow("training")
 @pytest.mark.timeout(900)
 def test_the_script_trains() -> None:
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "digits_vit.py", "--seed", "0"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **threads},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(EXAMPLES / "digits_vit.py"), "--seed", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     accuracy = float(done.stdout.removeprefix("test accuracy ").removesuffix(" %\n"))
     assert accuracy > 95
 
 
 @pytest.mark.slow("training")
 def test_training_with_a_policy_starts_from_the_same_model() -> None:
-    policy = pytest.importorskip("mesa_tune.policy.policy").Policy
     names = digits_vit()
     made: list[nn.Module] = []
     plain_model = names.model
@@ -138,7 +128,7 @@ def test_training_with_a_policy_starts_from_the_same_model() -> None:
 
     names.model = remembered
     plain = names.train(steps=2)
-    compressed = names.train(policy.uniform(level=256), steps=2)
+    compressed = names.train(Policy.uniform(level=256), steps=2)
     names.model = plain_model
     assert 0 <= plain <= 1
     assert 0 <= compressed <= 1
