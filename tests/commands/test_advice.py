@@ -17,23 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 """
-CLASSES = """
-def loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def model_file(model: str, batch: str, loss: str, batch_size: int) -> str:
+    """What a model file says of three expressions: `batch` of `n`, `loss` of `model` and `batch`."""
+    return f"""
+def model(): return {model}
+def batch(n): return {batch}
+def loss(model, batch): return {loss}
+BATCH_SIZE = {batch_size}
 """
 
 
-def classifier(model: str, inputs: str, batch_size: int = 32, classes: int = 4) -> str:
+def classifier(model: str, inputs: str, batch_size: int = 32) -> str:
     """A model file of a classifier: `model` an expression, `inputs` of `n` samples."""
-    return f"""
-def model():
-    return {model}
+    batch = f"({inputs}, torch.randint(4, (n,)))"
+    return model_file(model, batch, "F.cross_entropy(model(batch[0]), batch[1])", batch_size)
 
-def batch(n):
-    return {inputs}, torch.randint({classes}, (n,))
 
-BATCH_SIZE = {batch_size}
-{CLASSES}"""
+SAME = "F.mse_loss(model(batch), batch)"
 
 
 def readme() -> str:
@@ -55,19 +57,11 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 """ + classifier("Recurrent()", "torch.randn(n, 20, 16)")
 
-AUTOENCODER = """
-def model():
-    encoder = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
-    return nn.Sequential(encoder, nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64))
-
-def batch(n):
-    return torch.randn(n, 64)
-
-def loss(model, batch):
-    return F.mse_loss(model(batch), batch)
-
-BATCH_SIZE = 256
-"""
+AUTOENCODER = model_file(
+    "nn.Sequential(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), "
+    "nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64))",
+    "torch.randn(n, 64)", SAME, 256,
+)  # fmt: skip
 
 LORA = """
 class Adapted(nn.Module):
@@ -99,18 +93,12 @@ class Model(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return self.head(x + self.mlp(x))
-
-def model():
-    return Model()
-
-def batch(n):
-    return torch.randint(50, (n, 33))
-
-def loss(model, batch):
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-BATCH_SIZE = 8
-"""
+""" + model_file(
+    "Model()",
+    "torch.randint(50, (n, 33))",
+    "F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())",
+    8,
+)
 
 UNET = """
 class Net(nn.Module):
@@ -123,18 +111,7 @@ class Net(nn.Module):
         first = F.relu(self.first(x))
         deep = F.relu(self.down(F.max_pool2d(first, 2)))
         return self.last(torch.cat([first, self.up(deep)], 1))
-
-def model():
-    return Net()
-
-def batch(n):
-    return torch.randn(n, 1, 16, 16)
-
-def loss(model, batch):
-    return F.mse_loss(model(batch), batch)
-
-BATCH_SIZE = 16
-"""
+""" + model_file("Net()", "torch.randn(n, 1, 16, 16)", SAME, 16)
 
 VAE = """
 class Net(nn.Module):
@@ -149,18 +126,8 @@ class Net(nn.Module):
         distance = 0.5 * (mean.square() + log_variance.exp() - log_variance - 1).sum(-1).mean()
         return self.decoder(sample), distance
 
-def model():
-    return Net()
-
-def batch(n):
-    return torch.randn(n, 64)
-
-def loss(model, batch):
-    output, distance = model(batch)
-    return F.mse_loss(output, batch) + 0.1 * distance
-
-BATCH_SIZE = 256
-"""
+def evidence(batch, output, distance): return F.mse_loss(output, batch) + 0.1 * distance
+""" + model_file("Net()", "torch.randn(n, 64)", "evidence(batch, *model(batch))", 256)
 
 PAIRS = """
 def model():
@@ -265,23 +232,28 @@ def next_in(text: str) -> list[str]:
     return shlex.split(named[-1])
 
 
+@pytest.fixture(autouse=True)
+def _fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_profiles(name: str, *options: str) -> None:
+    Path("model.py").write_text(HEAD + MODELS[name])
+    assert cli.run(["profile", "model.py", *options]) == 0
+
+
 SHORT_WALKS = ("mlp", "lstm", "frozen", "optimizer", "one layer", "one batch size")
 """Models of all ways that a profile advises, and whose campaigns are short."""
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow("training")) for name in MODELS if name not in SHORT_WALKS
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in SHORT_WALKS else pytest.param(name, marks=pytest.mark.slow("training"))
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", [*SHORT_WALKS, *OTHERS])
 def test_the_command_that_a_profile_names_next_succeeds(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(HEAD + MODELS[name])
-    assert cli.run(["profile", "model.py", "--fast"]) == 0
+    assert_profiles(name, "--fast")
     walked = []
     while "report" not in walked:
         command, *options = next_in(capsys.readouterr().out)
@@ -292,34 +264,26 @@ def test_the_command_that_a_profile_names_next_succeeds(
 
 @pytest.mark.parametrize(("name", "why"), WHY.items())
 def test_a_profile_says_why_no_policy_lowers_the_peak(
-    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(HEAD + MODELS[name])
-    assert cli.run(["profile", "model.py", "--fast"]) == 0
+    assert_profiles(name, "--fast")
     assert why in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_timeout_ends_a_profile_that_a_search_can_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(HEAD + MODELS["mlp"])
     with monkeypatch.context() as slow:
         slow.setattr(profiling, "_TIMED_STEPS", 1e9)  # as if the steps to be timed took all of the time
-        assert cli.run(["profile", "model.py", "--timeout", "60"]) == 0
+        assert_profiles("mlp", "--timeout", "60")
     printed = capsys.readouterr().out
     assert "time was up: errors were measured on 1 batch" in printed
     command, *options = next_in(printed)
     assert cli.run([command, *options, *SHORT[command]]) == 0
 
 
-def test_an_unreachable_budget_names_one_that_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(HEAD + MODELS["optimizer"])
-    assert cli.run(["profile", "model.py", "--fast", "--quiet"]) == 0
+def test_an_unreachable_budget_names_one_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_profiles("optimizer", "--fast", "--quiet")
     for budget, more in (("40%", []), ("100kB", ["--max-batch"])):
         command = ["search", *more, "--trials", "0", "--force"]
         assert cli.run([*command, "--budget", budget]) == 1
@@ -329,10 +293,7 @@ def test_an_unreachable_budget_names_one_that_succeeds(
         assert cli.run([*command, "--budget", reachable]) == 0
 
 
-def test_an_unreachable_step_time_names_one_that_is_reachable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_unreachable_step_time_names_one_that_is_reachable(capsys: pytest.CaptureFixture[str]) -> None:
     synthetic_profile().save("profile.json")
     command = ["search", "--budget", "80%", "--trials", "0", "--profile", "profile.json"]
     assert cli.run([*command, "--max-slowdown", "0.1"]) == 1

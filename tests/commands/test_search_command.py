@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mesa_tune import cli, convert, profile
+from mesa_tune import cli, profile
 from mesa_tune.commands.searching.options import MAX_NOISE_RATIO
 from mesa_tune.free_memory import free_memory
 from mesa_tune.policy import Policy
@@ -25,19 +25,15 @@ MODEL = """
 import torch
 from torch import nn
 
-
 def model():
     hidden = [part for _ in range(5) for part in (nn.ReLU(), nn.Linear(128, 128))]
     return nn.Sequential(nn.Linear(64, 128), *hidden, nn.Linear(128, 10))
 
-
 def batch(size):
     return torch.randn(size, 64), torch.randint(10, (size,))
 
-
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
 
 BATCH_SIZE = 1024
 """
@@ -75,13 +71,13 @@ def search(*arguments: str) -> int:
 
 
 def assert_refused(
-    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], words: Sequence[str], status: int = 1
+    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], words: Sequence[str]
 ) -> None:
-    """The command ends with `status` and at most three lines that hold `words`; nothing is written."""
+    """The command ends with status 1 and at most three lines that hold `words`; nothing is written."""
     before = {
         path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and ".pyc" not in path.name
     }
-    assert search(*arguments) == status
+    assert search(*arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert len(error.splitlines()) <= 3
@@ -109,11 +105,6 @@ def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[s
     assert "study.db" not in files()
 
 
-def test_the_policy_applies_to_the_model() -> None:
-    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
-    convert(Workload.load("model.py", device="cpu").build(), Policy.load("mesa-run/policy.txt"))
-
-
 @pytest.mark.slow("leaving")
 def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "2", "--json") == 0
@@ -126,11 +117,6 @@ def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> Non
     assert search("--budget", BUDGET, "--trials", "3", "--json") == 0
     assert json.loads(capsys.readouterr().out)["trials"] == 3
     assert {"study.db", "plan.json", "policy.txt"} <= files()
-
-
-def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_budget_that_the_plain_step_keeps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,26 +196,19 @@ def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.Cap
     assert_refused(["--budget", BUDGET, "--trials", "0"], capsys, ["other inputs", "workload", "--force"])
 
 
-def test_another_budget_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
-    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
-    assert_refused(["--budget", "85%", "--trials", "0"], capsys, ["other inputs", "--force"])
-
-
 def test_a_refused_budget_says_what_differs_and_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     assert search("--budget", "85%", "--trials", "0") == 1
     error = capsys.readouterr().err
-    before, now = (
-        format_bytes(Profile.load("mesa-run/profile.json").peak_bytes * part) for part in (0.8, 0.85)
-    )
+    peak = Profile.load("mesa-run/profile.json").peak_bytes
+    before, now = format_bytes(0.8 * peak), format_bytes(0.85 * peak)
+    assert "other inputs" in error
     assert f"(budget {before}, now {now})" in error
     command = error.splitlines()[-1].removeprefix("mesa-tune ")
     assert cli.run([*command.split(), "--quiet"]) == 0
     kept, made = (Plan.load(Path(run) / "plan.json") for run in ("mesa-run", "mesa-run-85"))
-    assert (kept.budget_bytes, made.budget_bytes) == tuple(
-        int(part * kept.baseline.peak_bytes) for part in (0.8, 0.85)
-    )
+    peak = kept.baseline.peak_bytes
+    assert (kept.budget_bytes, made.budget_bytes) == (int(0.8 * peak), int(0.85 * peak))
     # The new run goes on by itself: it has the profile.
     assert cli.run(["verify", "--run", "mesa-run-85", "--steps", "1", "--seeds", "1", "--quiet"]) == 0
     assert search("--budget", "85%", "--trials", "0", "--run", "mesa-run-85", "--quiet") == 0
@@ -245,9 +224,7 @@ def test_a_profile_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None
     Path("else").mkdir()
     Path("else/profile.json").write_text("mine")
     elsewhere = ["--profile", "mesa-run/profile.json", "--run", "else"]
-    assert_refused(
-        ["--budget", BUDGET, "--trials", "0", *elsewhere], capsys, ["else/profile.json", "--force"]
-    )
+    assert_refused(["--budget", BUDGET, *elsewhere], capsys, ["else/profile.json", "--force"])
     nowhere = ["--profile", "nowhere/profile.json"]
     assert_refused(["--budget", BUDGET, *nowhere], capsys, ["nowhere/profile.json: no such file"])
 
@@ -329,16 +306,15 @@ def test_several_budgets_have_a_table_and_files_of_their_own(capsys: pytest.Capt
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("wrote mesa-run/policy-") == 3
-    names = {
-        f"{kind}-{label}" for kind in ("plan", "policy") for label in ("80percent", "60percent", "500kB")
+    labels = ("80percent", "60percent", "500kB")
+    assert {Path(name).stem for name in files()} >= {
+        f"{kind}-{each}" for kind in ("plan", "policy") for each in labels
     }
-    assert {Path(name).stem for name in files()} >= names
     assert not {"plan.json", "policy.txt"} & files()
     assert search(*several, "--json") == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
-    assert [plan["budget_bytes"] for plan in plans] == [
-        Plan.load(f"mesa-run/plan-{label}.json").budget_bytes for label in ("80percent", "60percent", "500kB")
-    ]
+    saved = [Plan.load(f"mesa-run/plan-{label}.json").budget_bytes for label in labels]
+    assert [plan["budget_bytes"] for plan in plans] == saved
 
 
 def test_what_is_free_can_be_the_budget(
@@ -379,10 +355,6 @@ def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert_refused([*arguments, "--pin", "blocks.0: levl 4"], capsys, ["levl", "'level'"])
     assert_refused(["--trials", "0"], capsys, ["no budget", "--smallest"])
-
-
-def test_unknown_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(["--budget", "40%", "--levle", "3"], capsys, ["--levle"], status=2)
 
 
 def test_ctrl_c_writes_the_solved_plan(
