@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mesa_tune as mt
 from mesa_tune.errors import WorkloadError
 from tests.parallel_cases import CASES, POLICIES, WORLD, WRAPS, Case, batch, loss, measured, sharded, workload
+from tests.step_memory import squares
 
 c10d: Any = distributed_c10d  # the stubs lack most of it
 dist: Any = distributed
@@ -62,9 +63,8 @@ def test_bytes_are_those_of_real_processes_however_the_model_is_wrapped(case: Ca
 
 def test_a_share_of_the_weights_is_static() -> None:
     weights = sum(tensor.nbytes for tensor in workload().build().parameters())
-    alone, two, four = (
-        estimated(Case("FSDP2, resharded", "plain"), world_size).static_bytes for world_size in (1, 2, 4)
-    )
+    case = Case("FSDP2, resharded", "plain")
+    alone, two, four = (estimated(case, world_size).static_bytes for world_size in (1, 2, 4))
     assert alone - two == pytest.approx(3 * weights / 2, rel=0.01)  # weights and two states of Adam
     assert two - four == pytest.approx(3 * weights / 4, rel=0.01)
     buckets = estimated(Case("DDP", "plain")).static_bytes - mt.estimate(workload()).static_bytes
@@ -101,11 +101,7 @@ def tables() -> dict[str, Any]:
     names = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
     found = {name: dict(getattr(c10d, name)) for name in names}
     others = (c10d._world, c10d._group_count, c10d._backend, c10d._default_pg_init_method)
-    patched = (
-        dist.Reducer._rebuild_buckets,
-        torch.UntypedStorage.resize_,
-        torch._C._get_accelerator,
-    )
+    patched = dist.Reducer._rebuild_buckets, torch.UntypedStorage.resize_, torch._C._get_accelerator
     return {**found, "others": others, "hook": sys.excepthook, "patched": patched}
 
 
@@ -154,9 +150,7 @@ def test_no_model_is_allocated() -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(1 << 20, 1 << 20) for _ in range(2)))
 
-    huge = mt.Workload(
-        model, lambda n: torch.randn(n, 1 << 20), lambda model, x: model(x).sum(), batch_size=2
-    )
+    huge = mt.Workload(model, lambda n: torch.randn(n, 1 << 20), squares, batch_size=2)
     fit = mt.estimate(huge, parallelize=DistributedDataParallel, world_size=8)
     assert fit.static_bytes > 4 * 2 * 4 << 40
 
