@@ -95,8 +95,6 @@ ZOO = {
     "ResNet": Case(lambda: resnet(1, 2), pixels, ("plain", "by channel", "all codecs")),
     "ViT, checkpointed": Case(checkpointed_vit, pixels, ("mixed", "dropping", "all codecs")),
 }
-
-
 SWEPT = ("Llama", "GPT-2, SGD")
 
 

@@ -206,8 +206,6 @@ MODELS: dict[str, Made] = {
     "sparse gradients": (lambda: Tied(sparse=True), ids, next_token),
     "no gradients at first": (thawed, tokens, squares),
 }
-
-
 QUICK = {"data-dependent control flow", "adapters of PEFT", "functional_call and vmap", "sparse gradients"}
 SWEPT = MODELS.keys() - QUICK - {"no gradients at first"}
 

@@ -139,9 +139,7 @@ def test_layers_stored_by_hooks_have_the_errors_of_whole_backwards() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"level": 64, "group_size": 64}, {"level": 16, "group_size": None, "quant_groups": 4}],
-    ids=str,
+    "options", [{"level": 64, "group_size": 64}, {"level": 16, "group_size": None, "quant_groups": 4}]
 )
 def test_options_without_a_reference_among_them_have_errors_too(options: dict[str, Any]) -> None:
     settings = mt.LayerSettings(**options)

@@ -36,8 +36,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
         tuple(f"resnet.encoder.stages.{stage}.layers.{number}" for stage in (0, 1) for number in (0, 1)),
     ),
 }
-
-
 SWEPT = ("Llama", "ResNet")
 
 
