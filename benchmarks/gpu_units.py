@@ -16,7 +16,7 @@ import torch
 from common import ROOT, spread
 from meters import within_memory_budget
 from step import KINDS, Kind, Stepper, Subject
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from zoo import ZOO, ZooModel, configured, workload
 
 import mesa_tune as mt
@@ -169,7 +169,7 @@ def kernel_sum_ms(step: Callable[[], object]) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    on_device = (event for event in profiled.events() if event.device_type == DeviceType.CUDA)
+    on_device = (event for event in profiled.events() or () if event.device_type == DeviceType.CUDA)
     return sum(event.self_device_time_total for event in on_device if not event.is_user_annotation) / 1e3
 
 

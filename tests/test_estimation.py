@@ -200,8 +200,8 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
 
 
 def test_limits_are_amounts() -> None:
-    limits = [("40%", "not a share"), ("much", "not an amount"), ("24", "in bytes"), (0.6, "in bytes")]
-    for limit, what in limits:
+    limits: list[tuple[Any, str]] = [("40%", "not a share"), ("much", "not an amount"), ("24", "in bytes")]
+    for limit, what in [*limits, (0.6, "in bytes")]:
         with pytest.raises(BudgetError, match=what):
             plain().fits(limit)
 

@@ -252,8 +252,10 @@ def test_slices_are_a_small_share_of_the_batch() -> None:
 def test_bad_arguments() -> None:
     model = made()
     bad: dict[str, dict[str, Any]] = {
-        "every >= 1": {"every": 0}, "samples >= 1": {"samples": 0},
-        "limit > 0": {"limit": 0}, "remedy": {"remedy": "fix"},
+        "every >= 1": {"every": 0},
+        "samples >= 1": {"samples": 0},
+        "limit > 0": {"limit": 0},
+        "remedy": {"remedy": "fix"},
     }
     for message, given in bad.items():
         with pytest.raises(ValueError, match=message):

@@ -251,6 +251,7 @@ def test_a_search_takes_rows_where_nothing_else_fits_and_not_where_they_are_forb
     assert plan.predicted.saved_bytes <= limit
     assert any(settings.rows < 1 for settings in profile.assignment(plan.policy).values())
     assert mt.Policy.parse(plan.policy.dumps()) == plan.policy
-    for without in ({"forbid": ["rows"]}, {"only": ["level"]}):
+    withouts: list[dict[str, Any]] = [{"forbid": ["rows"]}, {"only": ["level"]}]
+    for without in withouts:
         with pytest.raises(mt.BudgetError):
             mt.search_policy(profile, "100%", max_saved=limit, **without)

@@ -27,7 +27,8 @@ Batch = tuple[Tensor, Tensor]
 def resnet(*depths: int) -> Any:
     """A ResNet of bottleneck blocks for 10 classes, always the same."""
     torch.manual_seed(0)
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=list(depths), num_labels=10)
+    sizes: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [32, 64], "num_labels": 10}
+    config = ResNetConfig(depths=list(depths), **sizes)
     return ResNetForImageClassification(config).train()
 
 
@@ -229,7 +230,7 @@ def test_layers_and_exact_kernels_are_their_twins(ours: Any, plain: Any, shape: 
     if isinstance(ours, nn.Module):
         plain.load_state_dict(ours.state_dict())
     x = torch.randn(shape)
-    outputs, grads = [], []
+    outputs, grads = list[Tensor](), list[Any]()
     for function in (ours, plain):
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
@@ -399,7 +400,8 @@ def test_batch_norm_as_the_tests_call_it() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_backward_functions(transposed: bool) -> None:
     x, weight = torch.randn(4, 6, 9, 9, requires_grad=True), torch.randn(6, 6, 3, 3, requires_grad=True)
-    module = actnn.ops.ext_backward_func
+    module: Any = actnn.ops.ext_backward_func
+    sizes: tuple[Any, ...]
     ones, twos, more = (1, 1), (2, 2), (1, False, False, False, [True, True])
     if transposed:
         y = F.conv_transpose2d(x, weight, None, 2, 1, 1)

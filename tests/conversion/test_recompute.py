@@ -286,9 +286,13 @@ def test_small_rows_have_groups_of_their_own() -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), normed)
     x = torch.randn(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[torch.randperm(ROWS), None]
     weight = torch.randn(ROWS, WIDTH)
+
+    def weighted(model: nn.Module, x: Tensor) -> Tensor:
+        total: Tensor = (model(x) * weight).sum()
+        return total
+
     expected, found = (
-        step(lambda x, each=each: (each(x) * weight).sum(), x, list(each.parameters()))
-        for each in (plain, converted(plain, "1"))
+        step(partial(weighted, each), x, list(each.parameters())) for each in (plain, converted(plain, "1"))
     )
     assert 0 < error(found[1:], expected[1:]) < 1e-3
 
@@ -352,6 +356,7 @@ def test_layers_inside_encode_only_in_the_second_run(names: str) -> None:
     network: Any = mt.convert(Model(), Policy.parse(rules), seed=1, min_elements=1024)
     x = torch.randn(ROWS, WIDTH)
     losses: list[Tensor] = []
+    forward = backward = 0
     for _ in range(3):  # what calls save is known after the first ones
         forward = len(encodings(lambda: losses.append(network(x))))
         backward = len(encodings(losses.pop().backward))

@@ -62,7 +62,7 @@ class Training:
             self.optimizer.step()
 
     def saved(self, ours: bool = True) -> bytes:
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        states: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         states |= {"random": torch.get_rng_state()}
         states |= {"compression": mt.state_dict(self.model)} if ours else {}
         file = io.BytesIO()

@@ -276,11 +276,11 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
             assert ("often.gelu.0" in conversion(model).calls.calls) == (alike is nullcontext)
             steps.append([first, step(model), step(model)])
     assert all(same(one, other) for one, other in zip(*steps, strict=True))
-    first, second, _ = (
+    early, late, _ = (
         sum((known(a) - known(b)).square().sum().item() for a, b in zip(found, step(plain), strict=True))
         for found in steps[0]
     )
-    assert second > 100 * first
+    assert late > 100 * early
 
 
 def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:

@@ -50,7 +50,7 @@ def test_traced_dropout_is_one_kernel() -> None:
         return make_boxed_func(graph.forward)
 
     run: Any = lambda x: served(F.dropout, RAW, x, 0.3)  # noqa: E731
-    compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    compiled: Any = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     assert compiled(torch.randn(8, 100, requires_grad=True)).requires_grad
     assert "aten.native_dropout" in code[0]
     assert "bernoulli" not in code[0]

@@ -144,7 +144,8 @@ def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
 def test_relu_in_place_traces() -> None:
     run: Any = lambda x: mf.relu(x * 2, inplace=True)  # noqa: E731
     x = torch.randn(64, 64, requires_grad=True)
-    y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    compiled: Any = torch.compile(run, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
     assert torch.equal(y, run(x))
     assert torch.equal(gradients(y, [x])[0], gradients(run(x), [x])[0])
 

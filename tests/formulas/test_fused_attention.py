@@ -78,8 +78,8 @@ def test_the_kernel_gives_the_reference_s_numbers(name: str, mask: str, dropout:
 @pytest.mark.parametrize("mask", ["none", "float", "causal"])
 def test_the_reference_is_autograd_s(mask: str) -> None:
     given = arguments("small", mask, 0.0)
-    leaves = [x.requires_grad_() for x in given[:3]]
-    y = F.scaled_dot_product_attention(*leaves, given[4], is_causal=given[8], scale=given[7])
+    q, k, v = leaves = [x.requires_grad_() for x in given[:3]]
+    y = F.scaled_dot_product_attention(q, k, v, given[4], is_causal=given[8], scale=given[7])
     right = torch.autograd.grad(y, leaves, given[3])
     found = outputs(given)
     with torch.no_grad():

@@ -4,7 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, product
 from typing import Any
 
@@ -232,7 +232,8 @@ def of_torch(head: Any, hidden: Tensor) -> Any:
 @pytest.mark.parametrize(("run", "runs"), [(twice, 2), (of_torch, 1)])
 def test_a_head_that_is_called_outside_the_model(run: Callable[..., Any], runs: int) -> None:
     models = Words(), Words()
-    for model, context in zip(models, (nullcontext(), mt.compress_saved(policy())), strict=True):
+    contexts: list[AbstractContextManager[Any]] = [nullcontext(), mt.compress_saved(policy())]
+    for model, context in zip(models, contexts, strict=True):
         with context:
             loss = run(model.head, model.body(model.embedding(IDS)))
         loss.backward()

@@ -102,9 +102,9 @@ def fitted(
     module = options.pop("kind", Classifier)(**made)
     torch.manual_seed(5)
     place: dict[str, Any] = {"default_root_dir": folder, "logger": CSVLogger(folder), "accelerator": "cpu"}
-    quiet = {"log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    place |= {"log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
     steps: dict[str, Any] = {"devices": 1, "max_steps": 3, **options}
-    trainer = LightningTrainer(callbacks=list(callbacks), **place, **quiet, **steps)
+    trainer = LightningTrainer(callbacks=list(callbacks), **place, **steps)
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     return module, trainer
 

@@ -152,7 +152,7 @@ def test_a_layer_without_index_yet_gets_the_finest_settings(
     first: str, second: str, finest: dict[str, Any]
 ) -> None:
     policy = ours(f"on fc:\n by_index: {first}\n\n by_index: {second}\n")
-    groups = {"group_size": None} if "quant_groups" in finest else {}
+    groups: dict[str, Any] = {"group_size": None} if "quant_groups" in finest else {}
     assert policy.settings("fc", None, "a.fc") == LayerSettings(**finest, **groups)
     assert policy.settings("gelu", None, "a.fc") == EXACT  # no rule of the tag
 

@@ -179,7 +179,7 @@ class TestCommand:
         path = tmp_path / "model.py"
         path.write_text(MODEL_FILE)
         made_from = Workload.load(path, device="cpu")
-        names = {"model": str(path), "fingerprint": made_from.fingerprint}
+        names: dict[str, Any] = {"model": str(path), "fingerprint": made_from.fingerprint}
         made = replace(synthetic_profile(1, grid=COARSE), batch_size=made_from.batch_size, **names)
         made.save(tmp_path / "run" / "profile.json")
         (tmp_path / "run" / "policy.txt").write_text(Policy.uniform(level=16).dumps())

@@ -269,7 +269,8 @@ def test_as_a_program(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(cli.__file__.replace("cli.py", "__main__.py"), run_name="__main__")
     assert isinstance(ended.value.code, int)
-    said = Said(ended.value.code, *home.capture.readouterr())
+    output = home.capture.readouterr()
+    said = Said(ended.value.code, str(output.out), str(output.err))
     assert_message(said, ("raises.py:6: the model file raised",))
     assert snapshot(home.path) == before
 
