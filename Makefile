@@ -16,10 +16,9 @@ pip := $(bin)/python -m pip --disable-pip-version-check
 run_tests := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-# Tests that run a second time without the native kernels: those that call them.
+# Tests that run a second time without the native kernels: those of what then differs.
 core := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
-	formulas/test_fused*.py formulas/test_functional*.py nn/test_nn.py conversion/test_conversion.py \
-	engine/test_sharing.py))
+	formulas/test_fused*.py conversion/test_conversion.py engine/test_sharing.py))
 
 # The tests of the ops, and the two libraries that must be loaded before a sanitized extension.
 ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
