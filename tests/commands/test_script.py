@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -95,7 +96,7 @@ def test_a_child_process_is_observed(folder: Path, capfd: pytest.CaptureFixture[
     (folder / "model.py").write_text(BERT)
     (folder / "train.py").write_text(START + SCRIPTS["Trainer"] + END)
     assert cli.run(["profile", "--", *SELF]) == 0
-    run_plainly()
+    subprocess.run(SELF, check=True)
     observed, plain = last_lines(capfd.readouterr().out)
     assert observed == plain
     assert_observed(mt.profile(mt.Workload.load("model.py", device="cpu"), options=[]))
