@@ -295,7 +295,7 @@ def test_what_is_printed_is_as_in_its_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a run in the clone, such as the demo's, would change what comes next
-    monkeypatch.setattr("mesa_tune.search.reach._SECONDS", 60.0)  # a busy machine reaches what an idle one does
+    monkeypatch.setattr("mesa_tune.search.reach._SECONDS", 60.0)  # also on a busy machine
     assert OUTPUT[name]() == (GOLDEN / name).read_text("utf-8").splitlines()
 
 
