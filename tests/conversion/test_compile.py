@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mesa_tune as mt
 from mesa_tune.policy import Policy
-from tests.builders import Block, Calling, Fixed, MLPBlock, conversion, gradients, policy_of
+from tests.builders import Block, Calling, Fixed, MLPBlock, ViT, conversion, gradients, policy_of
 from tests.conformance.running import relative_error, saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,6 +147,21 @@ def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
     first, later = (relative_error(gradients(model, X, run=run), right) for _ in range(2))
     assert later > 10 * first > 0
     assert not conversion(model).first, "the settings are final"
+
+
+def test_it_learns() -> None:
+    model = _convert(ViT(depth=1), level=256)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    target = torch.arange(8) % 10
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run(X), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_compiled_model_trains_inside_compress_saved() -> None:

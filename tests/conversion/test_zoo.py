@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from tests.builders import Calling, workload
+from tests.builders import Calling, of_benchmarks, workload
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 NAMES = (
     *("deit_s", "swin_t", "pvt_t", "resnet_50", "bert_base", "gpt2", "llama", "unet", "unet_residual"),
     *("t5_small", "convnext_t", "vit_mae", "segformer_b0", "mobilenet_v2"),
@@ -30,12 +26,8 @@ TINY_COVERED = 0.9
 @pytest.fixture(scope="module", name="bench")
 def _bench() -> Any:
     """The benchmarks' modules, which are no package."""
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        names = ("zoo", "meters", "uncompressed", "exactness", "models_page")
-        return type("Bench", (), {name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(BENCHMARKS)
+    names = ("zoo", "meters", "uncompressed", "exactness", "models_page")
+    return type("Bench", (), {name: of_benchmarks(name) for name in names})
 
 
 def tiny(bench: Any, name: str, **more: Any) -> mt.Workload:
