@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def tutorial_names() -> dict[str, Any]:
     Path("model.py").write_text(blocks(page, "python")[0].replace("STEPS = 300", "STEPS = 1"))
     Path("mesa-run").mkdir(exist_ok=True)
     mt.Policy.parse(blocks(page, "policy")[0]).save("mesa-run/policy.txt", force=True)
+    importlib.invalidate_caches()  # another folder on sys.path may have a model.py, of an earlier test
     return {}
 
 
