@@ -67,6 +67,10 @@ CASES = [Case(wrap, policy) for wrap in WRAPS for policy in POLICIES]
 CASES += [Case(wrap, policy, 2) for wrap in ("DDP", "DDP, views", "FSDP2") for policy in POLICIES]
 
 
+def small_vit() -> nn.Module:
+    return ViT(depth=1)
+
+
 def batch(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 16, 16), torch.randint(10, (count,))
 
@@ -76,7 +80,7 @@ def loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def workload(accumulation: int = 1) -> mt.Workload:
-    return mt.Workload(ViT, batch, loss, batch_size=8, accumulation=accumulation)
+    return mt.Workload(small_vit, batch, loss, batch_size=8, accumulation=accumulation)
 
 
 def measured(case: Case) -> tuple[int, int]:
@@ -86,7 +90,7 @@ def measured(case: Case) -> tuple[int, int]:
     differs from step to step.
     """
     with Meter() as meter:
-        model: nn.Module = ViT()
+        model: nn.Module = small_vit()
         model = WRAPS[case.wrap](model) or model
         samples = batch(8)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -90,6 +90,7 @@ class Frozen(nn.Module):
         return logits
 
 
+@pytest.mark.slow("training")
 def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model, batch = gpt2(32, 1), words(8)

@@ -94,8 +94,8 @@ SWEEP = pytest.mark.slow("sweep")
 STEPS = [
     ("gpt2", {}),
     ("resnet", ACCUMULATED),
-    ("t5", {}),
-    ("llama", ACCUMULATED),
+    pytest.param("t5", {}, marks=SWEEP),
+    pytest.param("llama", ACCUMULATED, marks=SWEEP),
     pytest.param("bert", ACCUMULATED, marks=SWEEP),
     pytest.param("vit", {}, marks=SWEEP),
     pytest.param("swin", {}, marks=SWEEP),
@@ -339,7 +339,7 @@ def test_an_lstm_is_estimated_too_low_with_a_warning() -> None:
         mt.estimate(work)
 
 
-@pytest.mark.parametrize(("name", "packed"), [("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize(("name", "packed"), [pytest.param("gpt2", False, marks=SWEEP), ("llama", True)])
 def test_a_mask_for_packed_texts_is_made_where_a_real_step_makes_it(name: str, packed: bool) -> None:
     """Without a cache, transformers asks the values of positions whether texts are packed into a row."""
 

@@ -104,6 +104,7 @@ def test_training_goes_on_bit_for_bit() -> None:
     assert all(map(torch.equal, tensors, other_tensors))
 
 
+@pytest.mark.slow("compile")
 def test_a_compiled_training_goes_on_without_compiling_again() -> None:
     results = []
     for watched in (False, True):

@@ -67,6 +67,7 @@ def without_time(tuner: mt.Retune) -> str:
     return str(tuner.policy.header.predicted).partition(", step")[0]
 
 
+@pytest.mark.slow("training")
 @pytest.mark.usefixtures("two_settings")
 def test_a_training_goes_as_well_and_the_same_each_time() -> None:
     runs, predicted = [], []

@@ -196,6 +196,7 @@ def test_products_of_computed_matrices_are_unbiased() -> None:
         assert 0 < (stacked.mean(0) - exact).square().sum() < UNBIASED * stacked.var(0).sum() / KEYS
 
 
+@pytest.mark.slow("compile")
 def test_compiled_code_of_any_batch_size_stores_the_same_rows() -> None:
     model = mt.convert(nn.Sequential(nn.Linear(64, 32)), mt.Policy.uniform(16, rows=0.25), seed=1)
     other = copy.deepcopy(model)

@@ -237,6 +237,7 @@ def one_of_each(without: str = "") -> nn.Module:
     return mt.convert(made, policy, seed=1)
 
 
+@pytest.mark.slow("compile")
 @pytest.mark.filterwarnings("ignore:mesa-tune. under torch.compile")
 def test_compiled_models_train_as_eager_ones_do() -> None:
     """Running ranges are the tensors' own there."""

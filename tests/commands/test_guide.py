@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from mesa_tune import cli
 from mesa_tune.commands.common import Run
 from mesa_tune.commands.guide.state import state_of
@@ -13,6 +15,7 @@ from tests.damage import PROFILE, REPORT, SEARCH, VERIFY, Home, gone
 RUN = Run(Path("mesa-run"))
 
 
+@pytest.mark.slow("training")
 def test_each_command_leads_to_the_next(home: Home) -> None:
     gone("mesa-run")()
     for command, follows in (

@@ -184,6 +184,7 @@ def test_a_policy_edited_by_hand_is_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert "# mine" not in path.read_text("utf-8")
 
 
+@pytest.mark.slow("training")
 def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path("mesa-run/profile.json")
     before, predicted = Profile.load(path), []
@@ -229,6 +230,7 @@ def test_a_profile_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None
     assert_refused(["--budget", BUDGET, *nowhere], capsys, ["nowhere/profile.json: no such file"])
 
 
+@pytest.mark.slow("training")
 def test_verify_follows_a_plan_that_was_replaced() -> None:
     verify = ["verify", "--steps", "1", "--seeds", "1", "--quiet"]
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
@@ -244,6 +246,7 @@ LOSS = (
 )
 
 
+@pytest.mark.slow("training")
 def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
     Path("model.py").write_text(MODEL.replace(PLAIN_LOSS, LOSS))
     profile(Workload.load("model.py", device="cpu"), options=OPTIONS).save("mesa-run/profile.json")

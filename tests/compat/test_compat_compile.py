@@ -25,7 +25,12 @@ def dropping() -> nn.Module:
     return to_dropit(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), gamma=0.5)
 
 
-@pytest.mark.parametrize("make", [mesa, adaptive, dropping])
+COMPILE = pytest.mark.slow("compile")
+
+
+@pytest.mark.parametrize(
+    "make", [mesa, pytest.param(adaptive, marks=COMPILE), pytest.param(dropping, marks=COMPILE)]
+)
 def test_layers_trace_in_one_graph(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 64)

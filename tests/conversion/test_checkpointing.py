@@ -20,6 +20,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from tests.builders import Block, encodings, known, llama, own_loss, t5_config, words, workload
 from tests.compat_measures import error
+from tests.step_memory import swept
 
 WIDTH, LENGTH, SAMPLES = 64, 32, 4
 Part = Callable[[Tensor], Tensor]
@@ -255,9 +256,15 @@ def measured(kind: str, policy: Policy) -> StepMemory:
     return measure_step(model, work.make_batch(), loss, work.make_optimizer(model))
 
 
+SWEPT = {*PROFILED} - {"non-reentrant"}
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((kind, name) for kind in PROFILED for name in ("derive", "mixed")), ("reentrant", "4-bits")],
+    [
+        *swept(((kind, name) for kind in PROFILED for name in ("derive", "mixed")), SWEPT),
+        ("reentrant", "4-bits"),
+    ],
 )
 def test_predicted_bytes_are_those_of_a_real_step(kind: str, name: str) -> None:
     policy = {**POLICIES, "mixed": MIXED}[name]
@@ -289,7 +296,8 @@ def test_errors_are_those_without_checkpoints(kind: str) -> None:
         assert errors[name] == pytest.approx(values, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(PRICED[0], marks=pytest.mark.slow("training")), PRICED[1]])
+@pytest.mark.slow("training")
+@pytest.mark.parametrize("kind", PRICED)
 def test_a_searched_policy_keeps_its_word(kind: str) -> None:
     profile, work = profiled(kind), classifying(kind)
     budget = int(0.85 * profile.peak_bytes)

@@ -93,6 +93,7 @@ def test_blocks_compiled_one_by_one_make_one_graph_each() -> None:
     assert _saved_when_traced(model, model) < 0.3 * saved_bytes(plain, X)
 
 
+@pytest.mark.slow("compile")
 @pytest.mark.usefixtures("one_graph_each")
 def test_conversions_do_not_share_what_is_compiled() -> None:
     for _ in range(2):
@@ -122,7 +123,13 @@ def test_one_tensor_in_several_places(name: str) -> None:
     assert _saved_when_traced(model, run) <= 1.1 * saved_bytes(model, X), "stored once"
 
 
-@pytest.mark.parametrize("when", ["compiled first", "eager step first", "plain compiled before"])
+LATER = [
+    pytest.param(when, marks=pytest.mark.slow("compile"))
+    for when in ("compiled first", "plain compiled before")
+]
+
+
+@pytest.mark.parametrize("when", [*LATER, "eager step first"])
 def test_order_of_compiling_and_converting_does_not_matter(when: str) -> None:
     plain = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     model = copy.deepcopy(plain)
@@ -138,6 +145,7 @@ def test_order_of_compiling_and_converting_does_not_matter(when: str) -> None:
     assert relative_error(gradients(model, X, run=run), gradients(plain, X)) < 1e-10
 
 
+@pytest.mark.slow("compile")
 def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
     text = "on gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 2\n"
     plain = nn.Sequential(MLPBlock(16), MLPBlock(16))
@@ -149,6 +157,7 @@ def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
     assert not conversion(model).first, "the settings are final"
 
 
+@pytest.mark.slow("training")
 def test_it_learns() -> None:
     model = _convert(ViT(depth=1), level=256)
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -97,9 +97,7 @@ def test_calls_inside_are_named_by_the_function_and_leave_the_users_numbers_alon
 
 # `gaussian_nll_loss` branches by the values of a tensor: plain PyTorch does not trace it in one graph either.
 TRACED = [
-    pytest.param(
-        name, marks=() if name in ("linear_cross_entropy", "softmin") else pytest.mark.slow("compile")
-    )
+    pytest.param(name, marks=() if name == "softmin" else pytest.mark.slow("compile"))
     for name in sorted(set(FUNCTIONS) - {"gaussian_nll_loss"})
 ]
 

@@ -150,10 +150,7 @@ def test_outputs_are_not_stored_and_the_gradient_is_as_good(name: str) -> None:
             assert 0 < error(found, exact) < allowed
 
 
-TRACED = [
-    pytest.param(name, marks=() if name in ("gelu", "convolutions-in-place") else pytest.mark.slow("compile"))
-    for name in CASES
-]
+TRACED = [pytest.param(name, marks=() if name == "gelu" else pytest.mark.slow("compile")) for name in CASES]
 
 
 @pytest.mark.parametrize("name", TRACED)

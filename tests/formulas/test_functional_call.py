@@ -109,7 +109,7 @@ def test_activations_of_a_functional_call_are_encoded() -> None:
     assert 1e-3 < relative_error(grads[1], grads[0]) < 1
 
 
-@pytest.mark.parametrize("kind", ["tied", "inside"])
+@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.slow("compile")), "inside"])
 def test_it_traces(kind: str) -> None:
     plain = MODELS[kind]()
     model = converted(plain)

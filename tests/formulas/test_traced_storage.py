@@ -31,7 +31,9 @@ def gradients(model: nn.Module, function: object, x: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(
+    "causal", [False, pytest.param(True, marks=pytest.mark.slow("compile"))], ids=["all", "causal"]
+)
 def test_attention_has_the_gradients_of_eager_code(causal: bool) -> None:
     torch.compiler.reset()
     plain = Attention(causal)

@@ -247,6 +247,7 @@ def within(budget: int, folder: Path) -> MesaTuneCallback:
     return MesaTuneCallback(budget=budget, run=folder / "mesa-run", fast=True, trials=0)
 
 
+@pytest.mark.slow("training")
 def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     seen = Policies()
     callback = MesaTuneCallback(budget="80%", retune=2)

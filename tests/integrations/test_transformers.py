@@ -254,6 +254,7 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, layers: int, options:
     assert_within_a_budget(tmp_path, lambda: text_model(layers=layers), **options)
 
 
+@pytest.mark.slow("training")
 def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

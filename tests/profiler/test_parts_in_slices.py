@@ -89,7 +89,9 @@ def test_parts_are_found(profile: mt.Profile) -> None:
     assert profile.timeline.modules == ("blocks.0", "blocks.1")
 
 
-@pytest.mark.parametrize("accumulated", [True, False], ids=["accumulated", "plain"])
+@pytest.mark.parametrize(
+    "accumulated", [pytest.param(True, marks=pytest.mark.slow("sweep")), False], ids=["accumulated", "plain"]
+)
 def test_bytes_are_predicted(accumulated: bool, profile: mt.Profile) -> None:
     """Also of slices that are too small to pack."""
     size, work = BATCH, regressing()
@@ -138,7 +140,6 @@ def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> No
     assert loaded.predict(sliced(profile.parts)) == profile.predict(sliced(profile.parts))
 
 
-SWEEP = pytest.mark.slow("sweep")
 TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: llama(128, 1, use_cache=False),
     "gpt2": lambda: gpt2(128, 1, n_positions=128, use_cache=False),
@@ -146,12 +147,13 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow("sweep")
 @pytest.mark.parametrize(
     ("model", "names", "size"),
     [
-        pytest.param("llama", ("model.layers.0.mlp", "model.layers.0.self_attn"), 4, marks=SWEEP),
+        ("llama", ("model.layers.0.mlp", "model.layers.0.self_attn"), 4),
         ("gpt2", ("transformer.h.0.mlp", "transformer.h.0.attn"), 4),
-        pytest.param("bert", ("bert.encoder.layer.0.attention",), 8, marks=SWEEP),
+        ("bert", ("bert.encoder.layer.0.attention",), 8),
     ],
 )
 def test_parts_of_transformers_models(model: str, names: tuple[str, ...], size: int) -> None:

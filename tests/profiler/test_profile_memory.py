@@ -19,7 +19,10 @@ OPTIONS = [LayerSettings(level=4), LayerSettings(level=16)]
 MOST = 1.3
 
 
-@pytest.mark.parametrize(("size", "length", "width", "layers"), [(4, 96, 32, 1), (2, 8, 96, 2)])
+@pytest.mark.parametrize(
+    ("size", "length", "width", "layers"),
+    [(4, 96, 32, 1), pytest.param(2, 8, 96, 2, marks=pytest.mark.slow("sweep"))],
+)
 def test_a_profile_takes_little_more_memory_than_the_step(
     size: int, length: int, width: int, layers: int
 ) -> None:

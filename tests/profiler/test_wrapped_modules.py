@@ -22,6 +22,7 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(base, peft.LoraConfig(target_modules=targets, r=8, init_lora_weights=False))
 
 
+pytestmark = pytest.mark.slow("training")
 WORKLOAD = workload(adapted, lambda n: words(n, 48), own_loss)
 
 

@@ -23,6 +23,7 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from tests.builders import known, no_trace
+from tests.step_memory import swept
 
 WIDTH, BATCH = 64, 96
 PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
@@ -144,7 +145,7 @@ def mixed(profile: mt.Profile) -> mt.Policy:
     return mt.Policy.from_assignments((each.tag, each.index, each.name, next(choices)) for each in layers)
 
 
-@EACH
+@pytest.mark.parametrize("name", swept(STEPS, {*STEPS} - {"GAN", "simple"}))
 def test_bytes_are_predicted(name: str) -> None:
     work, profile = of_step(name), profiled(name)
     for policy in (PLAIN, FOUR_BITS, mixed(profile)):
@@ -224,9 +225,8 @@ def test_measuring_errors_changes_nothing(name: str) -> None:
         assert joint.noise(most=2).relative > 0
 
 
-@pytest.mark.parametrize(
-    "name", ["four micro-batches", pytest.param("GAN", marks=pytest.mark.slow("training"))]
-)
+@pytest.mark.slow("training")
+@pytest.mark.parametrize("name", ["four micro-batches", "GAN"])
 def test_a_policy_is_found_and_verified(name: str) -> None:
     work, profile = of_step(name), profiled(name)
     limits: dict[str, Any] = {"budget": profile.peak_bytes, "max_saved": profile.saved_bytes // 2}
