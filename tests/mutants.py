@@ -223,6 +223,10 @@ class Recorded:
         self.names = {os.path.relpath(os.path.realpath(path)): path for path in files}
         self._contexts: dict[str, dict[int, list[str]]] = {}
 
+    def forget_all_but(self, names: set[str]) -> None:
+        """Forget tests that are gone: pytest fails if it is asked for one."""
+        self.seconds = {name: seconds for name, seconds in self.seconds.items() if name in names}
+
     def tests(self, mutant: Mutant) -> list[str]:
         """List the tests that run the mutant's statement; all of its file for what runs at import."""
         if mutant.path not in self.names:
@@ -269,6 +273,7 @@ def run(mutants: Sequence[Mutant], share: str, label: str) -> None:
         import_module(name)
     number, shares = map(int, share.split("/"))
     recorded, copy = Recorded(), _copied(FOLDER / f"copy{number}")
+    recorded.forget_all_but(_collected())
     done = {line["digest"] for line in results() if line["label"] == label}
     before = {line["digest"]: line["killer"] for line in results() if line["killer"]}
     for mutant in list(mutants)[number::shares]:
@@ -281,6 +286,12 @@ def run(mutants: Sequence[Mutant], share: str, label: str) -> None:
         del line["text"]
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _collected() -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {line for line in printed.splitlines() if "::" in line}
 
 
 def _noticed(copy: Path, mutant: Mutant, recorded: Recorded, before: str | None) -> tuple[str, str, int]:

@@ -25,6 +25,7 @@ from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 from tests.builders import known
 from tests.step_memory import Composed, squares
 
+pytestmark = pytest.mark.slow("leaving")
 MEASURE = """
 import json, re, sys, torch
 from pathlib import Path
@@ -162,7 +163,6 @@ BFLOAT16 = pytest.mark.skipif(
 REARRANGED = "large weights, 16 bits"  # by oneDNN, where it has kernels for them
 
 
-@pytest.mark.slow("leaving")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[BFLOAT16] if name == REARRANGED else []) for name in CALLS]
@@ -251,7 +251,6 @@ print(real, buffers_of(frozenset([(rows, inner, columns)]), 1), buffers_of(froze
 """
 
 
-@pytest.mark.slow("leaving")
 @pytest.mark.parametrize("sizes", ["256 768 768", "1024 2048 768"])
 def test_what_mkl_keeps_of_a_product_is_measured(sizes: str) -> None:
     command = [sys.executable, "-c", FIRST_PRODUCT, sizes]

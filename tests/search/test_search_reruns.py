@@ -17,15 +17,15 @@ from mesa_tune.search.space import make_space
 from tests.builders import gpt2, own_loss, words, workload
 from tests.search.random_spaces import units_inside
 
-BLOCKS = tuple(f"transformer.h.{number}" for number in range(3))
+BLOCKS = tuple(f"transformer.h.{number}" for number in range(2))
 
 
-WORKLOAD = workload(partial(gpt2, layers=3, use_cache=False, resid_pdrop=0.0), words, own_loss)
+WORKLOAD = workload(partial(gpt2, layers=2, use_cache=False, resid_pdrop=0.0), words, own_loss)
 
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> mt.Profile:
-    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16, 256)], seeds=3)
+    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=2)
 
 
 @pytest.fixture(scope="module", name="space")
@@ -97,7 +97,7 @@ def test_they_can_be_forbidden_and_are_left_alone_around_pins(profile: mt.Profil
     assert not without.policy.module_rules()
     assert free.predicted.peak_bytes <= without.predicted.peak_bytes
     pinned = make_space(profile, pins={"transformer.h.1.mlp.*": mt.LayerSettings(level=16)})
-    assert [module.name for module in pinned.modules] == [BLOCKS[0], BLOCKS[2]]
+    assert [module.name for module in pinned.modules] == [BLOCKS[0]]
 
 
 def test_a_budget_below_every_plan_is_an_error(profile: mt.Profile) -> None:
