@@ -214,9 +214,8 @@ class Recorded:
         self.slow: set[str] = set()
         for line in (FOLDER / "seconds.jsonl").read_text().splitlines():
             name, when, seconds, slow = json.loads(line)
-            if when == "call":
-                self.seconds[name] = seconds
-                self.slow |= {name} if slow else set()
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds  # of its setup, too
+            self.slow |= {name} if slow else set()
         self.data = coverage.CoverageData(str(FOLDER / "coverage"))
         self.data.read()
         files = sorted(self.data.measured_files())
