@@ -213,7 +213,7 @@ class Recorded:
         self.seconds: dict[str, float] = {}
         self.slow: set[str] = set()
         for line in (FOLDER / "seconds.jsonl").read_text().splitlines():
-            name, when, seconds, slow = json.loads(line)
+            name, _, seconds, slow = json.loads(line)
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds  # of its setup, too
             self.slow |= {name} if slow else set()
         self.data = coverage.CoverageData(str(FOLDER / "coverage"))
