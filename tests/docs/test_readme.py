@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.policy.settings import STORES
 from mesa_tune.units import format_bytes
+from mesa_tune.workload import local_modules
 from tests.builders import cross_entropy, mean, workload
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,6 @@ def tutorial_names() -> dict[str, Any]:
     Path("model.py").write_text(blocks(page, "python")[0].replace("STEPS = 300", "STEPS = 1"))
     Path("mesa-run").mkdir(exist_ok=True)
     mt.Policy.parse(blocks(page, "policy")[0]).save("mesa-run/policy.txt", force=True)
-    importlib.invalidate_caches()  # another folder on sys.path may have a model.py, of an earlier test
     return {}
 
 
@@ -129,6 +128,7 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model", raising=False)
+    monkeypatch.setattr(local_modules._finder, "modules", {})  # a file of another test may import its `model`
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         names |= NAMES.get(page.name, dict)()
