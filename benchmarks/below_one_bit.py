@@ -82,13 +82,12 @@ def uniform(
     if predicted != saved:
         raise SystemExit(f"{settings.label}: {predicted} bytes predicted, but {saved} measured")
     error = unseen.error(policy, seeds)
-    assert profile.noise is not None
     return {
         "settings": asdict(settings),
         "bits": packed_bits(profile, settings),
         "saved_bytes": saved,
         "error": error,
-        "noise_ratio": profile.noise.ratio((error,)),
+        "noise_ratio": profile.predict(policy).gradient_noise_ratio,
     }
 
 

@@ -97,10 +97,11 @@ def main() -> None:
             for label, policy in policies(profile):
                 check = mt.verify(work, policy, steps=2, seeds=1)
                 errors = JointError(work).errors(policy, [(0, seed) for seed in range(SEEDS)])
+                error = statistics.fmean(each.error for each in errors)
                 row = {
                     "model": name, "checkpointing": kind, "policy": label,
                     "plain saved": profile.saved_bytes, "predicted": profile.predict(policy).saved_bytes,
-                    "measured": check.policy.saved_bytes, "gradient error": statistics.fmean(errors),
+                    "measured": check.policy.saved_bytes, "gradient error": error,
                     "loss": trained(work, policy),
                 }  # fmt: skip
                 rows.append(row)

@@ -25,7 +25,7 @@ import psutil
 from common import append
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
 
@@ -40,17 +40,14 @@ class Summed:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         assignment = self.profile.assignment(policy)
         error = sum(
             (self.profile.layer_error(layer, assignment[layer.name]) or 0.0)
             * (20 if layer.tag == "layernorm" else 1)
             for layer in self.profile.layers
         )
-        return [error * (1 + 1e-3 * ((draw + seed) % 7)) for draw, seed in pairs]
-
-    def norms(self, draws: Sequence[int]) -> list[float]:
-        return [1.0 for _ in draws]
+        return [GradientError(*[error * (1 + 1e-3 * ((draw + seed) % 7))] * 2) for draw, seed in pairs]
 
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         raise AssertionError("the profile has no noise, so the objective is the error")

@@ -159,10 +159,11 @@ def measured(name: str, seed: int, count: int, profile_path: Path, batches: int)
     profile = mt.profile(workload, seeds=batches, path=profile_path)
     policies = [*solved(profile), *drawn(profile, seed, count)]
     errors: list[list[float]] = [[] for _ in policies]
-    joint = JointError(workload)
+    joint = JointError(workload, own=profile.own_noise)
     for draw in range(UNSEEN, UNSEEN + BATCHES):  # in this order, each exact gradient is computed once
         for (_, policy), parts in zip(policies, errors, strict=True):
-            parts.extend(joint.errors(policy, [(draw, number) for number in range(SEEDS)]))
+            found = joint.errors(policy, [(draw, number) for number in range(SEEDS)])
+            parts.extend(error.ratio for error in found)
     return [
         {"kind": kind, "policy": policy.dumps(), "errors": parts, "truth": statistics.fmean(parts)}
         for (kind, policy), parts in zip(policies, errors, strict=True)
@@ -174,9 +175,9 @@ def compared(path: Path) -> Iterator[dict[str, Any]]:
     profile = Profile.load(path.with_suffix(".profile.json"))
     for row in json.loads(path.read_text("utf-8")):
         predicted = profile.predict(mt.Policy.parse(row["policy"]))
-        assert predicted.gradient_error_interval is not None
-        low, high = predicted.gradient_error_interval
-        yield {**row, "predicted": predicted.gradient_error, "low": low, "high": high}
+        assert predicted.gradient_noise_ratio_interval is not None
+        low, high = predicted.gradient_noise_ratio_interval
+        yield {**row, "predicted": predicted.gradient_noise_ratio, "low": low, "high": high}
 
 
 def solved(profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:

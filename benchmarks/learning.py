@@ -21,12 +21,12 @@ has no line of the same code. More `--seeds` make the intervals narrower.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from common import RESULTS, ROOT, append, code_of, json_lines
 from learning_lora import LORA
 from learning_page import table, write
@@ -37,7 +37,7 @@ from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
+from mesa_tune.profiler.errors.unseen import BATCHES, UNUSED_DRAWS
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
 ALL = {**TASKS, "resnet": RESNET, "lora": LORA}
@@ -161,9 +161,9 @@ def trained(task: Task, line: dict[str, Any] | None, seed: int) -> dict[str, Any
 
 def noise_ratio(workload: mt.Workload, model: nn.Module, policy: mt.Policy) -> float | None:
     """Return the noise ratio of `policy` with the weights of `model`, on batches of their own."""
-    joint, draws = JointError(workload, model), range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES)
-    errors = [statistics.fmean(joint.errors(policy, [(draw, 0)])) for draw in draws]
-    return joint.noise(first=UNUSED_DRAWS).ratio(errors)
+    joint = JointError(workload, model)
+    squares = [joint.squares(policy, draw, 0) for draw in range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES)]
+    return joint.noise(first=UNUSED_DRAWS).own.ratio(np.mean(squares, axis=0))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ HEAD = """\
 Does training under a policy within a noise ratio end as plain training does?
 `python benchmarks/learning.py` trains; `python benchmarks/learning.py --docs` writes this page.
 
+* Noise ratios on this page are of all parameters together: the sum of squared errors over the sum of
+  variances. Until version 2 of profile.json mesa-tune counted so, and not beside each parameter's own noise
+  ([concepts.md](concepts.md)).
 * **fastest**: the fastest policy of the search within the smallest of the budgets 40 %, 45 %, … of the plain
   peak that is within reach; **smallest**: the lowest peak, as of `mesa-tune search --smallest`. Both are
   solved from a profile (no study), within the default noise ratio of 0.03 or the one named.

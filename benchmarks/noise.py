@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from common import append
 from intervals import SUBJECTS, workload_of
+from own_ratio import OwnRatio
 from torch import Tensor
 
 import mesa_tune as mt
@@ -74,29 +75,32 @@ def at_sizes(name: str, sizes: Sequence[float], sets: int) -> None:
 
 
 def ratio(name: str, level: int, number: int, size: float = 1) -> float:
-    """Return mean ‖ĝ − g‖² of uniform `level` over the variance of the gradient, of one set of batches.
+    """Return the noise ratio of uniform `level`, by `OwnRatio`, of one set of batches.
 
     `size`: of the batch, over the usual one.
     """
     work, policy = workload_of(name, 0), mt.Policy.uniform(level=level)
     plain, packed = work.model(), mt.convert(work.model(), policy, seed=FIRST_SEED)
-    gradients, error = [], 0.0
+    noise, errors = OwnRatio(plain), torch.zeros(())
     for draw in range(number * BATCHES, (number + 1) * BATCHES):
         torch.manual_seed(FIRST_SEED + draw)
         batch = work.batch(round(size * work.batch_size))
-        gradients.append(gradient(work, plain, batch, draw))
+        exact = gradient(work, plain, batch, draw)
+        noise.add(exact)
         with mt.compress_saved(policy, seed=draw):
-            error += float((gradient(work, packed, batch, draw) - gradients[-1]).square().sum()) / BATCHES
-    return error / float(torch.stack(gradients).var(0).sum())
+            changed = gradient(work, packed, batch, draw)
+        pairs = zip(changed, exact, strict=True)
+        errors = errors + noise.parts([after - before for after, before in pairs]) / BATCHES
+    return noise.ratio(errors)
 
 
-def gradient(work: mt.Workload, model: Any, batch: Any, number: int) -> Tensor:
-    """Return the gradient of all parameters on `batch`."""
+def gradient(work: mt.Workload, model: Any, batch: Any, number: int) -> list[Tensor]:
+    """Return the gradient of each parameter on `batch`."""
     model.zero_grad()
     torch.manual_seed(number)
     assert work.loss is not None
     work.loss(model, batch).backward()
-    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def priced(profile: mt.Profile, chance: random.Random) -> mt.Profile:
         for settings in grid:
             error = sensitivity / (settings.level - 1) ** 2
             errors = tuple(error * chance.uniform(0.5, 1.5) for _ in range(BATCHES))
-            yield Option(settings, 0, error, errors, True, 0.01, 0.01)
+            yield Option(settings, 0, error, error, errors, True, 0.01, 0.01)
 
-    exact = Option(EXACT, 0, 0.0, (0.0,), True, 0.0, 0.0)
+    exact = Option(EXACT, 0, 0.0, 0.0, (0.0,), True, 0.0, 0.0)
     layers = tuple(
         replace(layer, options=(exact, *options(full_grid())), call_ms=0.01) for layer in profile.layers
     )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from common import code_of, in_turn
 from greedy import BITS, greedy
+from own_ratio import OwnRatio
 from search_subjects import SUBJECTS, Subject
 from step import checkpoint_blocks
 from torch import Tensor, nn
@@ -184,11 +185,10 @@ class Running:
                 loss = self.subject.loss(self.model, batch)
         loss.backward()
 
-    def gradient(self, batch: Any, seed: int) -> Tensor:
+    def gradient(self, batch: Any, seed: int) -> list[Tensor]:
         self.optimizer.zero_grad()
         self.backward(batch, seed)
-        gradients = (p.grad.flatten() for p in self.model.parameters() if p.grad is not None)
-        return torch.cat(list(gradients))
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def peak(self) -> int:
         """Return the most live bytes of the second step."""
@@ -233,18 +233,16 @@ def keeping_products(_: Any, func: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 def noise_ratios(model: Model, runs: Mapping[str, Running], batches: int) -> dict[str, float]:
-    """Return mean ‖ĝ − g‖² of each lossy run over the variance of the gradient, on unseen batches."""
+    """Return the noise ratio of each lossy run, by `OwnRatio`, on unseen batches."""
     plain = Running(model, Method())
     lossy = {name: run for name, run in runs.items() if run.method.policy is not None}
-    errors = dict.fromkeys(lossy, 0.0)
-    mean, squares = torch.zeros(()), 0.0
+    errors, noise = dict.fromkeys(lossy, torch.zeros(())), OwnRatio(plain.model)
     for number in range(batches):
         torch.manual_seed(UNSEEN + number)
         batch = model.subject.batch(model.subject.batch_size)
         exact = plain.gradient(batch, number)
-        squares += float(exact.square().sum())
-        mean = mean + exact / batches
+        noise.add(exact)
         for name, run in lossy.items():
-            errors[name] += float((run.gradient(batch, number) - exact).square().sum()) / batches
-    variance = (squares - batches * float(mean.square().sum())) / (batches - 1)
-    return {name: error / variance for name, error in errors.items()}
+            pairs = zip(run.gradient(batch, number), exact, strict=True)
+            errors[name] = errors[name] + noise.parts([after - before for after, before in pairs]) / batches
+    return {name: noise.ratio(error) for name, error in errors.items()}

@@ -20,6 +20,9 @@ HEAD = """\
 
 `python benchmarks/search.py` measures it; `python benchmarks/search.py --docs` writes this page.
 
+* Noise ratios on this page are of all parameters together: the sum of squared errors over the sum of
+  variances. Until version 2 of profile.json mesa-tune counted so, and not beside each parameter's own noise
+  ([concepts.md](concepts.md)).
 * Each model is trained for 60 steps on real data, then profiled. Limits on the peak, with the workspaces of
   kernels: **midway** between plain and checkpointing every block, that of **checkpointing**, and the
   **least** that a rival reaches within a predicted noise ratio of 0.1. **smallest**: no limit; the plan is

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
+from mesa_tune.search.objectives import WEIGHT
 from mesa_tune.search.problem import Choice, Limits, Link, Module, Space, Unit
 from mesa_tune.search.solver import Program, Solution
 
@@ -59,7 +60,7 @@ def _alive(number: int, layers: int, size: int) -> NDArray[np.int64]:
 def _unit(chance: np.random.Generator, number: int, layers: int, options: int) -> Unit:
     size, sensitivity = int(chance.integers(1_000_000, 9_000_000)), float(10 ** chance.uniform(-7, -1))
     work, ms = int(chance.integers(1_000_000, 20_000_000)), float(chance.uniform(0.05, 0.5))
-    choices = [Choice(EXACT, 0.0, 0.0, _alive(number, layers, size), size, noise=0.0)]
+    choices = [Choice(EXACT, 0.0, 0.0, _alive(number, layers, size), size)]
     bits = np.linspace(1, 8, options - 3)
     for index, width in enumerate([*bits, 4.0, 8.0]):
         derived = index >= len(bits) and number % BLOCK < 2
@@ -88,7 +89,6 @@ def _choice(
         live,
         saved,
         derived,
-        noise=error * float(chance.uniform(0.95, 1.1)),
         root=weight**0.5,
         weight=weight,
     )
@@ -99,7 +99,7 @@ def _module(chance: np.random.Generator, first: int, units: list[Unit], layers: 
     ms = float(chance.uniform(0.8, 1.2)) * 0.35 * len(units)
     live = _alive(first, layers, size)
     live[2 * layers - 1 - first] += sum(unit.choices[0].saved for unit in units)
-    exact = Choice(LayerSettings(store="recompute"), 0.0, ms, live, size, noise=0.0)
+    exact = Choice(LayerSettings(store="recompute"), 0.0, ms, live, size)
     return Module(f"block.{first}", tuple(range(first, first + len(units))), (exact,))
 
 
@@ -114,7 +114,9 @@ def measure(layers: int, options: int, seconds: float) -> dict[str, Any]:
     solved = {
         "memory": lowest,
         "time": _timed(
-            lambda: program.solve(limits, program.times, further=program.errors, deadline=Deadline(seconds))
+            lambda: program.solve(
+                limits, program.times, price=WEIGHT * space.base_ms, deadline=Deadline(seconds)
+            )
         ),
         "error": _timed(lambda: program.solve(Limits(limits.peak), deadline=Deadline(seconds))),
     }
@@ -165,7 +167,7 @@ def check() -> int:
         program = Program(space)
         solved = program.solve(limits, program.times)
         assert (solved is None) is (not inside.any()), seed
-        assert solved is None or abs(solved.cost - plans.time[inside].min()) <= 1e-5, seed
+        assert solved is None or abs(solved.cost - plans.priced(1.0)[inside].min()) <= 1e-5, seed
     return 40
 
 

@@ -1,6 +1,6 @@
 """Atomic writes of files, locks, and JSON documents.
 
-A document has `"schema": "mesa-tune.<kind>/1"` and plain values. The reader checks both: a document may have
+A document has `"schema": "mesa-tune.<kind>/N"` and plain values. The reader checks both: a document may have
 been edited or damaged, and then the error must name the file and the part that is wrong.
 """
 
@@ -22,9 +22,13 @@ Value = TypeVar("Value")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
+_VERSIONS = {"profile": 2, "plan": 2}
+"""Versions of kinds of documents; 1 of the others."""
+
+
 def schema(kind: str) -> str:
     """Return the schema of a document of `kind`."""
-    return f"mesa-tune.{kind}/1"
+    return f"mesa-tune.{kind}/{_VERSIONS.get(kind, 1)}"
 
 
 def write_document(path: str | Path, content: Mapping[str, Any]) -> None:
@@ -53,7 +57,9 @@ def parse_document(
         raise RunError(f"{path}: damaged, this is no JSON: {error}\n{remedy}") from error
     actual, expected = content.get("schema") if isinstance(content, dict) else None, schema(kind)
     if actual != expected:
-        raise RunError(f"{path}: not a document of ours: schema {actual!r} instead of {expected!r}\n{remedy}")
+        older = str(actual).startswith(f"mesa-tune.{kind}/")
+        what = "of another version of mesa-tune" if older else "not a document of ours"
+        raise RunError(f"{path}: {what}: schema {actual!r} instead of {expected!r}\n{remedy}")
     try:
         return parse(content)
     except KeyError as error:

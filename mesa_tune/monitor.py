@@ -38,7 +38,8 @@ class Reading:
 
     None: unknown, because a plain gradient is zero or not finite, or because the batch has one sample or
     equal ones. Infinite: only the compressed gradient is not finite, because of what `faulty` layers store.
-    `exact`: the layers that this reading made exact.
+    `exact`: the layers that this reading made exact. `worst_parameter`: the parameter, or part of one, whose
+    error is largest beside its own noise, `worst_own_ratio`.
     """
 
     step: int
@@ -48,6 +49,8 @@ class Reading:
     noise_ratio_interval: Ends | None
     faulty: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    worst_parameter: str | None = None
+    worst_own_ratio: float | None = None
 
 
 class Monitor:
@@ -146,7 +149,8 @@ class Monitor:
         unknown = Estimate(math.inf, None) if sample.model_is_finite else None
         error, error_ends = (sample.gradient_error() if sample.is_finite else unknown) or _UNKNOWN
         ratio, ratio_ends = (sample.noise_ratio() if sample.is_finite else unknown) or _UNKNOWN
-        self.history.append(Reading(self.steps, error, error_ends, ratio, ratio_ends, faulty, exact))
+        worst = (sample.worst if sample.is_finite else None) or (None, None)
+        self.history.append(Reading(self.steps, error, error_ends, ratio, ratio_ends, faulty, exact, *worst))
 
     def _described(self, reading: Reading, limit: float) -> str:
         """Return what is wrong."""

@@ -24,7 +24,8 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import parse_bytes
-from mesa_tune.workload.batches import batch_size, select
+from mesa_tune.workload.batches import batch_size
+from mesa_tune.workload.instance.given_batches import GivenBatches
 from mesa_tune.workload.instance.optimizers import remade
 from mesa_tune.workload.step import StepFunction
 from mesa_tune.workload.workload import Workload
@@ -138,10 +139,9 @@ class Retune:
         """Return a workload of this very model on the first `samples` of `batch`."""
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
-        size = batch_size(batch)
         return Workload(
             lambda: model,
-            lambda count: select(batch, slice(count), size),
+            GivenBatches(batch),  # the noise is that of samples drawn from it
             self.loss,
             self._new_optimizer,
             batch_size=samples,

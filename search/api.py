@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING
 from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
+from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
+from mesa_tune.search.clusters import producers
 from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
@@ -21,7 +24,7 @@ from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
-from mesa_tune.search.steps import Step, solved_best, steps
+from mesa_tune.search.steps import Step, solved_in_time, steps
 from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
@@ -85,9 +88,9 @@ def search_policy(
 ) -> Plan:
     """Search for the best policy whose training step fits `budget`.
 
-    Best is, by `objective`: `time`, the fastest step whose gradient noise ratio is at most `max_noise_ratio`
-    (of the mean error; docs/learning.md says how models learn within which) and whose squared bias, as
-    far as it was measured, is at most 0.01 of the squared mean gradient; `error`, the least gradient error;
+    Best is, by `objective`: `time`, the least time to the same result, step × (1 + 8 × gradient noise ratio),
+    of a ratio of at most `max_noise_ratio`, of which bias, as far as it was measured, is at most a third, and
+    with no parameter whose own ratio exceeds 1; `error`, the least noise ratio;
     `memory`, the lowest peak within `max_noise_ratio` and `max_slowdown` (default 1.5), which needs no
     budget; `auto`, `time`, but `error` where no policy is within the ratio or where it is unknown: in a
     profile without noise. `Plan.objective` and `.why` tell.
@@ -143,16 +146,17 @@ def search_policy(
         return _exact_plan(request)
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
-    best = solved_best(profile, possible, limits, objective, max_noise_ratio, Deadline())
+    best = solved_in_time(profile, possible, limits, objective, max_noise_ratio)
     if best is None:
         raise unreachable(profile, possible, limits, request.pins, requested, Deadline())
     step, solved = best
     program = step.program
-    measure = measure or _measure(profile, workload)
-    if measure is None or trials == 0 or not program.space.error(solved.solution.chosen):
+    can_measure = measure is not None or (workload is not None and profile.own_noise is not None)
+    if not can_measure or trials == 0 or not program.space.noise(solved.solution.chosen):
         return _plan(request, program, solved)
     work = Work(storage, *_lengths(trials, timeout), progress, sharing)
-    outcome = _improved(request, step, solved, measure, work)
+    with nullcontext(measure) if measure else _measuring(profile, workload) as meter:
+        outcome = _improved(request, step, solved, meter, work)
     return _plan(request, program, solved, outcome, work.trials)
 
 
@@ -291,13 +295,13 @@ def _lengths(trials: int | None, timeout: float | None) -> tuple[int | None, flo
     return (TRIALS, TIMEOUT) if trials is None and timeout is None else (trials, timeout)
 
 
-def _measure(profile: Profile, workload: Workload | None) -> Meter | None:
-    from mesa_tune.profiler.timing.step_meter import StepMeter
+def _measuring(profile: Profile, workload: Workload | None) -> AbstractContextManager[Meter]:
+    from mesa_tune.profiler.timing.step_meter import measuring
 
-    if workload is None:
-        return None
+    assert workload is not None
+    assert profile.own_noise is not None
     # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
-    return StepMeter(workload.with_batch_size(profile.batch_size))
+    return measuring(workload.with_batch_size(profile.batch_size), profile.own_noise)
 
 
 def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work: Work) -> Outcome:
@@ -324,7 +328,7 @@ def _plan(
     return Plan(
         policy=replace(
             policy_at(request.profile, program.space, chosen),
-            header=_header(request, predicted, solved.objective),
+            header=_header(request, predicted, solved.objective, assignment),
         ),
         predicted=predicted,
         baseline=request.baseline,
@@ -345,7 +349,9 @@ def _plan(
     )
 
 
-def _header(request: Request, predicted: Prediction, objective: str) -> Header:
+def _header(
+    request: Request, predicted: Prediction, objective: str, assignment: Assignment | None = None
+) -> Header:
     profile = request.profile
     plain_ms = profile.plain_ms(request.batch_size)
     ratio = predicted.gradient_noise_ratio
@@ -356,12 +362,13 @@ def _header(request: Request, predicted: Prediction, objective: str) -> Header:
         batch=request.batch_size,
         budget=None if request.budget is None else format_bytes(request.budget),
         objective=objective,
+        producers=producers(profile.timeline, assignment or {}),
         predicted=", ".join(
             [
                 f"peak {format_bytes(predicted.peak_bytes)}",
                 f"saved {format_bytes(predicted.saved_bytes)}",
                 f"gradient error {predicted.gradient_error:.2e}",
-                *([] if ratio is None else [f"noise ratio {ratio:.1e}"]),
+                *([] if ratio is None else [f"own noise ratio {ratio:.1e}"]),
                 *([] if predicted.step_ms is None else [f"step {predicted.step_ms / plain_ms:.2f}x"]),
             ]
         ),

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.free_memory import needed_bytes, usable_bytes
 from mesa_tune.profiler.profile import Profile
@@ -115,7 +113,7 @@ def _fits(
     limits = limits_at(batch_size)
     for step in steps(profile, batch_size, pins, restrictions):
         with suppress(TimeUpError):
-            free = np.zeros(len(step.program.errors))  # any solution will do
-            if step.program.solve(limits, free, deadline=Deadline(_LOOK_SECONDS)) is not None:
+            # Any solution will do.
+            if step.program.solve(limits, price=0.0, deadline=Deadline(_LOOK_SECONDS)) is not None:
                 return True
     return False

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.sized_timeline import SizedTimeline
 from mesa_tune.profiler.price_table import ActiveDerivations
 from mesa_tune.profiler.profile import Profile
@@ -70,3 +72,10 @@ def _cluster(
     assignment = {name: LayerSettings(store="derive") for unit in units for name in groups[unit]}
     linked = sized.under(assignment).linked
     return Cluster(tuple(units), taking, assignment, profile.active(assignment), linked)
+
+
+def producers(timeline: Timeline, assignment: Assignment) -> tuple[str, ...]:
+    """Return the layers from whose outputs others derive what they need under `assignment`."""
+    derivers = timeline.at().under(assignment).derivers
+    spans = (span for span in timeline.kept if derivers.intersection(span.layers))
+    return tuple(dict.fromkeys(source for span in spans for source in span.sources))

@@ -1,12 +1,13 @@
 """Objectives of a search: what is the least, and within what.
 
-`time`: the fastest step whose error is invisible beside the minibatch's own noise. `error`: the least
-gradient error. `memory`: the lowest peak whose error is invisible, too. `auto`: `time` where that is
-possible, else `error`.
+`time`: the least time to the same result, within the noise ratio. `error`: the least noise ratio. `memory`:
+the lowest peak within the noise ratio, and the least time within it. `auto`: `time` where that is possible,
+else `error`.
 
-Near the fastest step, errors fall steeply: on a digits ViT at 40 % of its peak to a sixth for 0.4 % of the
-step's time, at 60 % to an eighteenth for 0.2 %. No profile knows a time that well. So error costs time, too:
-see `Program.quiet_times`.
+A gradient whose variance grows by r asks for up to r more samples (McCandlish et al., 2018), so a policy
+costs about step × (1 + r). The ratio grows in training: its mean was 5 to 6 times its first value on a small
+Llama. So it counts `WEIGHT` times. That also takes what is nearly free: on a digits ViT at 40 % of its peak,
+errors fall to a sixth for 0.4 % of the step's time.
 
 The hard part: the noise ratio can be unknown, in a profile without noise. Unknown is not zero (Rule 12): then
 `auto` minimises the error, and `time` and `memory` are refused.
@@ -22,15 +23,21 @@ from mesa_tune.policy.rules import suggestion
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Limits
-from mesa_tune.search.solver import AS_FAST, UNFELT, Program, Solution
+from mesa_tune.search.solver import UNFELT, Program, Solution
 
 OBJECTIVES = ("auto", "time", "error", "memory")
 MAX_NOISE_RATIO = 0.03
 """Largest gradient noise ratio. At 0.1 a small GPT learned 0.3 % worse (docs/learning.md)."""
-MAX_BIAS = 0.01
-"""Largest squared bias over the squared norm of the mean gradient."""
+MAX_BIAS = 1 / 3
+"""Largest part of the limit on the noise ratio that may be bias, which no number of samples averages out."""
+WORST = 1.0
+"""Largest own noise ratio of a parameter, or part of one."""
+WEIGHT = 8
+"""A step's time counts 1 + `WEIGHT` × its noise ratio."""
 MEMORY_SLOWDOWN = 1.5
 """Largest step time over the plain one, if the objective is memory and the user set no other."""
+_AS_FAST = 0.02
+"""Share of a step's time up to which the least time within the lowest peak is found."""
 _TO_LOWEST = 0.75
 """Share of the time that finding the lowest peak may take; the rest is for the fastest step within it."""
 
@@ -39,28 +46,26 @@ _TO_LOWEST = 0.75
 class Solved:
     """A solution, and the objective that it is for. `limits`: within which it was solved.
 
-    `cost`: what was minimised. For `time` it is the step's milliseconds and the price of error, of which no
-    plan can do without `floor`. `least`: a proven lower bound on the cost of any plan.
+    `cost`: of the objective; for `time`, step × (1 + `WEIGHT` × ratio) in milliseconds. `bound`: a proven
+    lower bound on the cost of any plan, by summed prices.
     """
 
     objective: str
     solution: Solution
     limits: Limits
     cost: float
-    least: float
-    floor: float = 0.0
-    allowance: float = 0.0
+    bound: float
     why: str = ""
 
     @property
-    def bound(self) -> float:
-        """A lower bound on the objective: what error costs the fastest plan is not its time. See `Plan`."""
-        return max(self.floor, self.least - self.allowance)
-
-    @property
     def gap(self) -> float:
-        """Largest fraction of the cost above `floor` that a better solution could save."""
-        return max(0.0, self.cost - self.least) / max(self.cost - self.floor, 1e-12)
+        """Largest fraction of the cost that a better solution could save."""
+        return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+
+def to_same_result(ms: float, ratio: float) -> float:
+    """Return the time to the same result, of a step of `ms` with this noise ratio."""
+    return ms * (1 + WEIGHT * ratio)
 
 
 def check_objective(objective: str, budget: object) -> None:
@@ -80,12 +85,10 @@ def noise_limits(profile: Profile, limits: Limits, ratio: float) -> Limits | str
     """Return `limits` with those on noise ratio and bias, at any batch size; in words, why it is unknown."""
     if math.isinf(ratio):
         return limits
-    noise = profile.noise
-    if noise is None or noise.ratio([0.0] * max(1, len(noise.norms))) is None:
+    own = profile.own_noise
+    if own is None or not own.is_known:
         return "the profile has no gradient noise to compare errors with"
-    # ‖ḡ‖² over the mean ‖g_b‖². With noise alone, it is not known.
-    mean = 1 - noise.relative
-    return replace(limits, noise=ratio, bias=MAX_BIAS * mean if mean > 0 else None)
+    return replace(limits, noise=ratio, bias=MAX_BIAS * ratio, worst=WORST)
 
 
 def solve(
@@ -123,13 +126,22 @@ def solve(
 
 
 def _fastest(program: Program, limits: Limits, deadline: Deadline, share: float = UNFELT) -> Solved | None:
-    """Return the fastest solution, up to a `share` of the step's time."""
-    times = program.quiet_times(limits)
-    base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
-    found = program.solve(limits, times, tolerance=share * base, further=program.errors, deadline=deadline)
+    """Return the solution of least time to the same result, up to a `share` of the step's time.
+
+    No plan is faster than the fastest step. So step + `WEIGHT` × fastest step × ratio, which is linear, is
+    below step × (1 + `WEIGHT` × ratio), and hardly so for the best plans.
+    """
+    base = program.space.base_ms
+    fastest = program.least(limits, program.times, deadline)
+    if fastest is None:
+        return None
+    price = WEIGHT * max(0.0, base + fastest) if limits.noise is not None else 0.0
+    found = program.solve(limits, program.times, price=price, tolerance=share * base, deadline=deadline)
     if found is None:
         return None
-    return Solved("time", found, limits, base + found.cost, base + found.bound, base, allowance)
+    ratio = program.space.noise(found.chosen) if price else 0.0
+    cost = to_same_result(program.space.ms(found.chosen), ratio)
+    return Solved("time", found, limits, cost, min(cost, base + found.bound))
 
 
 def _least_error(program: Program, limits: Limits, deadline: Deadline, why: str = "") -> Solved | None:
@@ -148,7 +160,7 @@ def _lowest_peak(program: Program, limits: Limits, deadline: Deadline) -> Solved
 def fastest_of_lowest(program: Program, lowest: Solved, deadline: Deadline) -> Solved:
     """Return `lowest`, of the objective `memory`, with the fastest solution of its peak."""
     try:
-        fastest = _fastest(program, lowest.limits, deadline, AS_FAST)
+        fastest = _fastest(program, lowest.limits, deadline, _AS_FAST)
     except TimeUpError:
         return lowest
     return lowest if fastest is None else replace(lowest, solution=fastest.solution)

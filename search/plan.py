@@ -11,7 +11,6 @@ from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.shown import QUANTITIES, quantities_html
-from mesa_tune.search.solver import AS_FAST
 from mesa_tune.units import format_bytes
 
 _REMEDY = "make it again with `mesa-tune search --force`"
@@ -29,9 +28,10 @@ class Baseline:
 class Measurement:
     """Joint gradient errors on fresh batches and rounding seeds, which no decision was based on.
 
-    `gradient_error` is the plan's mean, with its `standard_error`. `solved` is the mean of the exact solution
-    on the same `pairs` (a number of pairs of batch and seed). `gain` is `solved` minus `gradient_error`, and
-    `gain_error` the standard error of this paired difference. `noise_ratio`: the plan's, None if unknown.
+    `gradient_error` is the plan's mean, with its `standard_error`; `noise_ratio` its mean ratio, None if
+    unknown. `solved` is the mean noise ratio of the exact solution on the same `pairs` (a number of pairs of
+    batch and seed), `gain` how much lower the plan's is, and `gain_error` the standard error of this paired
+    difference.
     """
 
     gradient_error: float
@@ -67,9 +67,8 @@ class Plan:
 
     `objective`: `time`, `error` or `memory`; `why`: in words, why it is not the one asked for. `bound`: a
     proven lower bound on the objective, of all policies within the limits, by summed prices of single layers:
-    milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The best
-    solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
-    of the peak. Of plans that are as fast (`AS_FAST`), those of less error are preferred. `budget_bytes`:
+    milliseconds to the same result, step × (1 + 8 × noise ratio); noise ratio; or peak bytes. The best
+    solution is above it by at most `gap` of itself. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
     study improved of the exact solution. `history`: the trials of the study, the exact solution first.
     """
@@ -106,17 +105,10 @@ class Plan:
     @property
     def claim(self) -> str:
         """What is proven of the solved plan, in words."""
-        if self.gap <= _PROVEN or self._is_as_fast:
+        if self.gap <= _PROVEN:
             return f"no plan of the settings tried {_BETTER[self.objective]}, {_PRICES[self.objective]}"
-        part = f"{self.gap:.1%} {_GAPS[self.objective]}"
+        part = f"{self.gap:.1%} of its {_QUANTITIES[self.objective]}"
         return f"at most {part} above the least of any plan, {_PRICES[self.objective]}"
-
-    @property
-    def _is_as_fast(self) -> bool:
-        ms = self.predicted.step_ms
-        if self.objective != "time" or self.is_from_study or ms is None:
-            return False
-        return ms - self.bound <= AS_FAST * ms
 
     def stores_loss(self, profile: Profile) -> bool:
         """Return True if the policy compresses layers of the loss, which `convert` cannot compress."""
@@ -153,7 +145,7 @@ class Plan:
         return replace(self, policy_path=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document `mesa-tune.plan/1`."""
+        """Return the JSON document `mesa-tune.plan/2`."""
         return {
             "schema": schema("plan"),
             **{key: value for key, value in vars(self).items() if key not in _PARTS},
@@ -191,12 +183,7 @@ _PARTS = ("policy", "predicted", "baseline", "measured", "history")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3
-_MARGIN = f"{AS_FAST:.0%} of a step"
-_BETTER = {"time": f"is faster by {_MARGIN}", "error": "errs less", "memory": "has a lower peak"}
-_GAPS = {
-    "time": f"of the time that it adds, and {_MARGIN},",
-    "error": "of its error",
-    "memory": "of its peak",
-}
+_BETTER = {"time": "takes less time", "error": "errs less", "memory": "has a lower peak"}
+_QUANTITIES = {"time": "time", "error": "noise ratio", "memory": "peak"}
 _SUMMED = "by summed single-layer prices"
 _PRICES = {"time": _SUMMED, "error": _SUMMED, "memory": "by the timeline"}

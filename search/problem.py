@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.errors.noise import Shares
 
 Floats = NDArray[np.float64]
 
@@ -33,19 +34,18 @@ class Choice:
     """Settings for all layers of a unit or module, and their cost.
 
     `live`: bytes added to each slot of the timeline. `saved`: bytes added to the saved bytes. `derived`: all
-    possible tensors of the unit's cluster are derived. `noise`: the gradient noise ratio of the error; None:
-    unknown. `root`, `weight`: sums of √w and of w over the weights w of `interaction_of`. `bias`: the squared
-    bias, a part of the error; 0 where it was not measured. `links`: of a module, the numbers of the links
-    that it needs, such as that of its exact input. `inside`: of a module, the settings of the layers inside.
+    possible tensors of the unit's cluster are derived. `noise`: the gradient noise ratio. `root`, `weight`:
+    sums of √w and of w over the weights w of `interaction_of`. `bias`: the ratio of the mean change, a part
+    of `noise`; 0 where it was not measured. `links`: of a module, the numbers of the links that it needs,
+    such as that of its exact input. `inside`: of a module, the settings of the layers inside.
     """
 
     settings: LayerSettings
-    error: float
+    noise: float
     ms: float
     live: NDArray[np.int64]
     saved: int
     derived: bool = False
-    noise: float | None = None
     root: float = 0.0
     weight: float = 0.0
     bias: float = 0.0
@@ -55,11 +55,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Unit:
-    """Layers that get the same settings, and the choices of them."""
+    """Layers that get the same settings, and the choices of them. `shares`: see `LayerEntry`."""
 
     layers: tuple[str, ...]
     tag: str
     choices: tuple[Choice, ...]
+    shares: Shares = ()
 
     @property
     def exact(self) -> int | None:
@@ -78,6 +79,7 @@ class Module:
     units: tuple[int, ...]
     choices: tuple[Choice, ...]
     tag: str = "module"
+    shares: Shares = ()
 
 
 Decision = TypeVar("Decision", Unit, Module)
@@ -191,22 +193,28 @@ class Space:
         picked = sum(choice.saved for choice in self.picked(chosen))
         return self.base_saved + picked + sum(link.saved for link in self.saved_links(chosen))
 
-    def error(self, chosen: Sequence[int]) -> float:
-        """Return the sum of the gradient errors."""
-        return float(sum(choice.error for choice in self.picked(chosen)))
-
     def bias(self, chosen: Sequence[int]) -> float:
-        """Return the sum of the squared biases that are known."""
+        """Return the sum of the biases that are known."""
         return float(sum(choice.bias for choice in self.picked(chosen)))
 
     def noise(self, chosen: Sequence[int]) -> float:
         """Return the gradient noise ratio, with interaction and floor, as `Profile` predicts it."""
+        ratio = sum(choice.noise for choice in self.picked(chosen))
+        return max(ratio + self.interaction(chosen), self.floor) if ratio > 0 else 0.0
+
+    def interaction(self, chosen: Sequence[int]) -> float:
+        """Return what joint rounding at few bits adds to the noise ratio."""
         picked = self.picked(chosen)
-        error, ratio = sum(choice.error for choice in picked), sum(choice.noise or 0.0 for choice in picked)
-        if error <= 0:
-            return ratio
-        root, weight = sum(choice.root for choice in picked), sum(choice.weight for choice in picked)
-        return ratio * max(error + root**2 - weight, self.floor) / error
+        return sum(choice.root for choice in picked) ** 2 - sum(choice.weight for choice in picked)
+
+    def worst(self, chosen: Sequence[int]) -> float:
+        """Return the largest own noise ratio of a parameter, or part of one."""
+        own: dict[int, float] = {}
+        for decision, position in zip(self.decisions, chosen, strict=True):
+            if position != NONE:
+                for part, share in decision.shares:
+                    own[part] = own.get(part, 0.0) + share * decision.choices[position].noise
+        return max(own.values(), default=0.0)
 
     def ms(self, chosen: Sequence[int]) -> float:
         """Return the milliseconds of a step."""
@@ -246,13 +254,17 @@ def _later(decision: Decision, ms: float) -> Decision:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a step: `peak` and `saved` bytes, milliseconds, noise ratio, squared bias. None: no limit."""
+    """Limits of a step: `peak` and `saved` bytes, milliseconds, noise ratio. None: no limit.
+
+    `bias`: the part of the noise ratio that is one; `worst`: the largest own ratio of a parameter.
+    """
 
     peak: int | None = None
     saved: int | None = None
     ms: float | None = None
     noise: float | None = None
     bias: float | None = None
+    worst: float | None = None
 
     def allow(self, space: Space, chosen: Sequence[int]) -> bool:
         """Return True if the chosen step is within all limits."""
@@ -261,7 +273,8 @@ class Limits:
             and (self.saved is None or space.saved(chosen) <= self.saved)
             and _within(self.ms, space.ms(chosen))
             and _within(self.bias, space.bias(chosen))
-            and (self.noise is None or _within(self.noise, space.noise(chosen)))
+            and _within(self.noise, space.noise(chosen))
+            and (self.worst is None or _within(self.worst, space.worst(chosen)))
         )
 
     def tighter(self, fraction: float) -> Limits:
@@ -273,6 +286,7 @@ class Limits:
             None if self.ms is None else self.ms * part,
             None if self.noise is None else self.noise * part,
             None if self.bias is None else self.bias * part,
+            None if self.worst is None else self.worst * part,
         )
 
 

@@ -62,7 +62,7 @@ class RerunModules:
 
     def _choices(self, entry: ModuleEntry, inside: tuple[int, ...], plain: StepBytes) -> Iterator[Choice]:
         layers = [layer for unit in inside for layer in self.units[unit].layers]
-        known = [option.settings for option in entry.options if option.errors]
+        known = [option.settings for option in entry.options if option.ratios]
         for settings in filter(self.restrictions.allows, known):
             # In slices, what layers inside save is gone with each.
             for stored in filter(self.restrictions.allows, INSIDE if settings.tile == 1 else INSIDE[:1]):
@@ -71,7 +71,7 @@ class RerunModules:
                 own = self.profile.cost_of(map(self.profile.layer, layers), assignment, NO_DERIVATIONS)
                 again = self.profile.rerun_cost(entry.name, settings)
                 step = self.sized.under(assignment)
-                if own.error is not None and own.ms is not None and again.ms is not None:
+                if own.ratio is not None and own.ms is not None and again.ms is not None:
                     yield self._choice(settings, stored, (own, again), step, inside, plain)
 
     def _choice(
@@ -84,19 +84,18 @@ class RerunModules:
         plain: StepBytes,
     ) -> Choice:
         own, again = costs
-        cost, noise = own.plus(again), self.profile.noise
-        assert cost.error is not None
+        cost = own.plus(again)
+        assert cost.ratio is not None
         assert cost.ms is not None
         live, saved = step.live - plain.live, int((step.spans - plain.spans)[self.sized.saved].sum())
         for item in self._exact_parts(inside):
             live, saved = live + item.live, saved + item.saved
         return Choice(
             settings,
-            cost.error,
+            cost.ratio,
             cost.ms * self.sized.batch_size / self.profile.batch_size,
             np.asarray(live, dtype=np.int64),
             saved,
-            noise=None if noise is None else noise.ratio(cost.errors),
             root=cost.root,
             weight=cost.root**2 - cost.interaction,
             inside=stored,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +26,12 @@ from mesa_tune.search.problem import Floats, Limits, Space
 GAP, LARGE_GAP = 1e-6, 1e-4
 """The gap at which the solver stops; the second for more than `_LARGE` choices."""
 _LARGE = 500
-AS_FAST, UNFELT = 0.02, 0.001
-"""Plans are equally fast that differ by the first share of a step's time; nobody feels the second."""
+UNFELT = 0.001
+"""Nobody feels this share of a step's time."""
 _ACCURACY = 1e-6
 """Differences of costs that the solver does not see."""
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
 _SLACK = 1e-7
-# Small problems exclude plans above the noise ratio one by one, and so lose none.
-_FEW, _TANGENTS = 100, 200
 _MANY = 1500
 """Columns of a step that is first solved in part."""
 
@@ -61,75 +60,73 @@ class Program:
     def rows(self) -> Rows:
         return Rows(self.space)
 
-    @cached_property
-    def errors(self) -> Floats:
-        """Gradient error of every choice of every decision, in the order of the columns."""
-        return self.rows.errors
+    @property
+    def noise(self) -> Floats:
+        """The noise ratio of each choice."""
+        return self.rows.noise
 
     @cached_property
     def times(self) -> Floats:
-        """Milliseconds that every choice adds to the step, in the order of the columns."""
-        return self.rows.of_choices(lambda choice: choice.ms)
-
-    @property
-    def allowance_ms(self) -> float:
-        """What error at the limit on the noise ratio costs, in milliseconds (see `quiet_times`)."""
-        return AS_FAST * self.space.base_ms
-
-    def quiet_times(self, limits: Limits, factors: Floats | float = 1.0) -> Floats:
-        """Return `factors` of `times`, and what error costs: `allowance_ms` at the limit on the noise ratio.
-
-        So the plan of least cost is that much slower than the fastest one at most.
-        """
-        times = self.times * factors
-        if limits.noise is None:
-            return times
-        return times + self.allowance_ms / limits.noise * self.rows.noise
+        """The milliseconds of each choice."""
+        return self.rows.of_choices(attrgetter("ms"))
 
     def solve(
         self,
         limits: Limits,
         costs: Floats | None = None,
         *,
+        price: float = 1.0,
         gap: float | None = None,
         tolerance: float = 0.0,
         allowed: NDArray[np.bool_] | None = None,
-        further: Floats | None = None,
         deadline: Deadline | None = None,
     ) -> Solution | None:
         """Return the cheapest solution within `limits`, or None. Of equal costs, fewer saved bytes win.
 
-        `costs`: one per choice, default the errors. The solver stops at a relative `gap`; of a large problem
-        also at a difference of `tolerance`. `allowed`: mask of choices, default all. `further`: costs that
-        decide among equal ones before saved bytes do. `deadline`: default in a minute. If the time is up,
-        return the best solution so far with its proven bound; raise TimeUpError if there is none.
+        A solution costs the sum of `costs`, one per choice (default: nothing), and `price` times its noise
+        ratio. The solver stops at a relative `gap`; of a large problem also at a difference of `tolerance`.
+        `allowed`: mask of choices, default all. `deadline`: default in a minute. If the time is up, return
+        the best solution so far with its proven bound; raise TimeUpError if there is none.
         """
-        costs = self.errors if costs is None else costs
+        costs = price * self.noise + (0.0 if costs is None else costs)
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
         relaxed = _Relaxed(self.rows, limits, self._gap(gap), deadline or Deadline())
         tolerance = tolerance if len(self.rows.choices) > _LARGE else 0.0
-        best = self._cheapest(relaxed, costs, tolerance, allowed)
+        best = self._cheapest(relaxed, costs, price, tolerance, allowed)
         if best is None:
             return None
-        chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
-        cost = float(costs[self.rows.columns(chosen)].sum())
+        chosen = polished(self.space, limits, best.chosen, costs, allowed)
+        cost = self._cost(chosen, costs, price)
         return Solution(chosen, cost, min(best.bound, cost))
 
+    def least(self, limits: Limits, costs: Floats, deadline: Deadline) -> float | None:
+        """Return a lower bound on the sum of `costs` of any solution; None if there is none."""
+        relaxed = _Relaxed(self.rows, limits, GAP, deadline)
+        return relaxed.bound_of(costs)
+
+    def _cost(self, chosen: tuple[int, ...], costs: Floats, price: float) -> float:
+        return float(costs[self.rows.columns(chosen)].sum()) + price * self.space.interaction(chosen)
+
     def _cheapest(
-        self, relaxed: _Relaxed, costs: Floats, tolerance: float, allowed: NDArray[np.bool_]
+        self,
+        relaxed: _Relaxed,
+        costs: Floats,
+        price: float,
+        tolerance: float,
+        allowed: NDArray[np.bool_],
     ) -> Solution | None:
         """As `solve`, but which of equally cheap solutions it returns is undefined."""
         scale, best = float(costs[allowed].max(initial=0.0)) or 1.0, None
         for _ in range(6):
             try:
-                solution = relaxed.solve(costs / scale, allowed, tolerance / scale)
+                solution = relaxed.solve(costs / scale, price / scale, allowed, tolerance / scale)
             except TimeUpError:
                 if best is None:
                     raise
                 break
             if solution is None:
                 break
-            cost = float(costs[self.rows.columns(solution.chosen)].sum())
+            cost = self._cost(solution.chosen, costs, price)
             bound = max(solution.bound * scale, best.bound if best else 0.0)
             if best is None or cost <= best.cost:
                 best = Solution(solution.chosen, cost, bound)
@@ -155,7 +152,7 @@ class Program:
         within = replace(limits, peak=None)
         relaxed = _LowestPeak(self.rows, within, self._gap(gap), deadline or Deadline())
         nothing = np.zeros(len(self.rows.choices))
-        solution = relaxed.solve(nothing, np.ones(len(nothing), dtype=bool))
+        solution = relaxed.solve(nothing, 0.0, np.ones(len(nothing), dtype=bool))
         if solution is None:
             return None
         peak = float(self.space.live(solution.chosen).max())
@@ -163,7 +160,7 @@ class Program:
 
     def smallest_saved(self, *, deadline: Deadline | None = None) -> int:
         """Return the fewest possible saved bytes. Raise TimeUpError if the time is up first."""
-        saved = np.array([float(part.saved) for part in self.rows.parts])
+        saved = np.array([*(float(part.saved) for part in self.rows.parts), 0.0])
         relaxed = _Relaxed(self.rows, Limits(), GAP, deadline or Deadline())
         answer = relaxed.minimise(saved / max(1.0, saved.max(initial=0.0)), np.ones(len(saved)), GAP)
         if answer.values is None:
@@ -173,11 +170,11 @@ class Program:
 
 @dataclass
 class _Relaxed:
-    """The problem with some of its rows: of the slots only `slots`, of the noise ratio only `tangents`.
+    """The problem with some of its rows: of the slots only `slots`, of the interaction only `tangents`.
 
     What it costs at least, the whole problem costs at least. `inside`: the limits, or slightly tighter ones,
-    where the solver's accuracy demands it. Then, and with `steeper` rows, which may exclude other solutions
-    than the one that exceeds the noise ratio, it proves nothing about the whole problem.
+    where the solver's accuracy demands it. Then it proves nothing about the whole problem. `priced`: whether
+    the noise ratio has a cost or a limit, so that the interaction matters.
     """
 
     rows: Rows
@@ -186,7 +183,8 @@ class _Relaxed:
     deadline: Deadline
     slots: list[int] = field(default_factory=list)
     tangents: list[Row] = field(default_factory=list)
-    steeper: list[Row] = field(default_factory=list)
+    worst: list[Row] = field(default_factory=list)
+    priced: bool = False
 
     def __post_init__(self) -> None:
         self._loosen()
@@ -196,18 +194,29 @@ class _Relaxed:
     def _loosen(self) -> None:
         """Drop what may exclude solutions of the whole problem."""
         self.inside, self.tighter, self.is_proving = self.limits, 0.0, True
-        self.steeper.clear()
 
-    def solve(self, costs: Floats, allowed: NDArray[np.bool_], tolerance: float = 0.0) -> Solution | None:
-        """Return the cheapest solution within the limits, or None; `costs` one per choice.
+    def bound_of(self, costs: Floats) -> float | None:
+        """Return a lower bound on the cost of any solution, in fractions; None if there is none."""
+        costs, upper = self._columns(costs, 0.0, np.ones(len(costs), dtype=bool))
+        return None if (answer := self._in_fractions(costs, upper)).values is None else answer.bound
 
-        `tolerance`: a difference of costs at which to stop, as at the gap.
-        """
+    def _columns(self, costs: Floats, price: float, allowed: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Return the cost of every column, and its largest value."""
+        self.priced = price > 0 or self.limits.noise is not None
         links = len(self.rows.space.links)
-        costs, upper = (
-            np.append(costs, np.zeros(links)),
-            np.append(allowed.astype(np.float64), np.ones(links)),
-        )
+        upper = np.concatenate([allowed.astype(np.float64), np.ones(links + 1)])
+        upper[self.rows.interaction] = np.inf if self.priced else 0.0
+        return np.concatenate([costs, np.zeros(links), [price]]), upper
+
+    def solve(
+        self, costs: Floats, price: float, allowed: NDArray[np.bool_], tolerance: float = 0.0
+    ) -> Solution | None:
+        """Return the cheapest solution within the limits, or None.
+
+        `costs`: one per choice. `price`: of the interaction. `tolerance`: a difference of costs at which to
+        stop, as at the gap.
+        """
+        costs, upper = self._columns(costs, price, allowed)
         self.bound = -np.inf
         self._loosen()
         fractions = self._in_fractions(costs, upper)
@@ -219,7 +228,10 @@ class _Relaxed:
         # Many first only for the few units that are undecided in fractions: it takes a fraction of the time,
         # adds the rows that matter, and is the solution if the time is up.
         undecided = [self._undecided(fractions.values, upper)] if len(costs) > _MANY else []
-        few = [(columns, False) for columns in undecided if columns.sum() < upper.sum() / 2]
+        whole = upper[: len(self.rows.choices)].sum()
+        few = [
+            (columns, False) for columns in undecided if columns[: len(self.rows.choices)].sum() < whole / 2
+        ]
         for columns, proving in (*few, (upper, True)):
             self._loosen()
             try:
@@ -256,10 +268,11 @@ class _Relaxed:
             if proving and self.is_proving:
                 self.bound = max(self.bound, answer.bound)
             chosen = self.rows.chosen(answer.values)
-            if self.accepts(chosen, answer):
+            grown = self.grow(self._rounded(chosen, answer.values))
+            if self.accepts(chosen, answer) and not grown:
                 return Solution(chosen, self.cost(costs, answer.values), self.bound)
-            if not self.grow(self._rounded(chosen), answer.values[len(costs) :]):
-                self._tighten(chosen)
+            if not grown:
+                self._tighten()
 
     def cost(self, costs: Floats, values: Floats) -> float:
         """Return the cost of an answer."""
@@ -269,20 +282,18 @@ class _Relaxed:
         """Add rows until the solution in fractions exceeds none, and return it."""
         while True:
             answer = self.minimise(costs, upper)
-            if answer.values is None or not self.grow(
-                answer.values[: len(costs)], answer.values[len(costs) :]
-            ):
+            if answer.values is None or not self.grow(answer.values):
                 return answer
 
     def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
         """Minimise under the present rows; without `gap` choices may be fractions."""
         rows = self.present_rows()
-        integral = None if gap is None else self.rows.integral
+        integral = None if gap is None else np.append(self.rows.integral, 0)
         return minimise(costs, rows, upper, self.deadline, integral=integral, gap=gap or 0.0)
 
     def present_rows(self) -> list[Row]:
         """Return the rows of the problem so far."""
-        others = [*self.rows.others(self.inside), *self.tangents, *self.steeper]
+        others = [*self.rows.others(self.inside), *self.tangents, *self.worst]
         return [*self.rows.structure, *self.slot_rows(), *others]
 
     def slot_rows(self) -> list[Row]:
@@ -294,20 +305,19 @@ class _Relaxed:
         """Return True if a solution of the present rows is one of the whole problem."""
         return self.limits.allow(self.rows.space, chosen)
 
-    def grow(self, values: Floats, further: Floats) -> bool:
-        """Add rows that `values` exceed; return False if there are none. `further`: of further columns."""
-        slots = self.exceeded(values, further)
+    def grow(self, values: Floats) -> bool:
+        """Add rows that `values`, of all columns, exceed; return False if there are none."""
+        slots, rows = self.exceeded(values), list[Row]()
         self.slots += slots
-        tangent = None
-        if self.limits.noise is not None:
-            tangent = self.rows.interaction(values, self.limits.noise)
-            if exceeds(tangent, values):
-                self.tangents.append(tangent)
-            else:
-                tangent = None
-        return bool(slots) or tangent is not None
+        if self.priced and exceeds(tangent := self.rows.interacting(values), values):
+            rows = [tangent]
+            self.tangents.append(tangent)
+        if self.limits.worst is not None and (worst := self.rows.worst(values, self.limits.worst)):
+            rows += worst
+            self.worst += worst
+        return bool(slots or rows)
 
-    def exceeded(self, values: Floats, further: Floats) -> list[int]:
+    def exceeded(self, values: Floats) -> list[int]:
         """Return the slots, not among `slots`, that have more bytes than the limit on the peak."""
         if self.limits.peak is None:
             return []
@@ -319,34 +329,20 @@ class _Relaxed:
         live = self.rows.live(values)
         return [slot for slot in _local_maxima(live, peak * (1 + 1e-9)) if slot not in known]
 
-    def _rounded(self, chosen: tuple[int, ...]) -> Floats:
-        values = np.zeros(len(self.rows.parts))
+    def _rounded(self, chosen: tuple[int, ...], values: Floats) -> Floats:
+        """Return the columns of whole choices; those after the links as in `values`."""
+        values, space = values.copy(), self.rows.space
+        values[: len(self.rows.choices)] = 0.0
         values[self.rows.columns(chosen)] = 1.0
-        space = self.rows.space
         saved = {id(link) for link in space.saved_links(chosen)}
-        values[len(self.rows.choices) :] = [id(link) in saved for link in space.links]
+        values[len(self.rows.choices) : len(self.rows.parts)] = [id(link) in saved for link in space.links]
         return values
 
-    def _tighten(self, chosen: tuple[int, ...]) -> None:
-        """Exclude a solution within all rows that exceeds a limit."""
-        rows, limit = self.rows, self.limits.noise
-        ratio = rows.space.noise(chosen) if limit is not None else 0.0
-        if limit is None or ratio <= limit * (1 + 1e-9):
-            self.tighter += 10 * _SLACK  # the solver's accuracy
-            self.is_proving = False
-            self.inside = self.limits.tighter(self.tighter)
-        elif len(rows.choices) <= _FEW and len(self.tangents) < _TANGENTS:
-            self.tangents.append(rows.other_than(chosen))
-        else:
-            picked = rows.columns(chosen)
-            slope = float(rows.noise[picked].sum() / rows.errors[picked].sum())
-            values = self._rounded(chosen)
-            steeper = rows.interaction(values, limit * (1 - 1e-6), slope)
-            if exceeds(steeper, values):
-                self.steeper.append(steeper)
-                self.is_proving = False
-            else:
-                self.tangents.append(rows.other_than(chosen))
+    def _tighten(self) -> None:
+        """Exclude a solution within all rows that exceeds a limit: by the solver's accuracy."""
+        self.tighter += 10 * _SLACK
+        self.is_proving = False
+        self.inside = self.limits.tighter(self.tighter)
 
 
 @dataclass
@@ -367,7 +363,7 @@ class _LowestPeak(_Relaxed):
             rows,
             np.append(upper, np.inf),
             self.deadline,
-            integral=None if gap is None else np.append(self.rows.integral, 0),
+            integral=None if gap is None else np.append(self.rows.integral, [0, 0]),
             gap=gap or 0.0,
         )
 
@@ -376,7 +372,7 @@ class _LowestPeak(_Relaxed):
 
     def _row(self, slot: int) -> Row:
         columns, values = self.rows.slot(slot, self.scale)
-        columns, values = np.append(columns, len(self.rows.parts)), np.append(values, -1.0)
+        columns, values = np.append(columns, len(self.rows.parts) + 1), np.append(values, -1.0)
         return Row(columns, values, -np.inf, -self.rows.base[slot] / self.scale)
 
     def accepts(self, chosen: tuple[int, ...], answer: Answer) -> bool:
@@ -387,8 +383,8 @@ class _LowestPeak(_Relaxed):
         higher = [slot for slot in _local_maxima(space.live(chosen), peak) if slot not in known]
         return not higher and self.limits.allow(space, chosen)
 
-    def exceeded(self, values: Floats, further: Floats) -> list[int]:
-        return self.above(values, further[-1] * self.scale * (1 + _SLACK))
+    def exceeded(self, values: Floats) -> list[int]:
+        return self.above(values, values[-1] * self.scale * (1 + _SLACK))
 
 
 def _local_maxima(live: Floats | NDArray[np.int64], limit: float) -> list[int]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.errors.noise import FEW_ELEMENTS, Shares
 from mesa_tune.profiler.memory.packed_sizes import case_shares, mixed
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.price_table import NO_DERIVATIONS
@@ -128,7 +129,17 @@ class _Builder:
         pins = [pinned[name] for name in names if name in pinned]
         settings = pins[-1:] or self._settings(layers)
         choices = [self._choice(number, layers, option) for option in settings]
-        return Unit(names, layers[0].tag, tuple(_undominated(choices, self.linked.get(number, ()))))
+        undominated = tuple(_undominated(choices, self.linked.get(number, ())))
+        return Unit(names, layers[0].tag, undominated, self._shares(layers))
+
+    def _shares(self, layers: Sequence[LayerEntry]) -> Shares:
+        """Return on which parameters the error of a unit falls: that of its layers in equal proportions."""
+        total: dict[int, float] = {}
+        for layer in layers:
+            for part, share in layer.shares:
+                if self.profile.parameters[part].elements >= FEW_ELEMENTS:
+                    total[part] = total.get(part, 0.0) + share / len(layers)
+        return tuple(total.items())
 
     def extend(self, units: list[Unit], cluster: Cluster, pinned: Mapping[str, LayerSettings]) -> bool:
         """Add the derived choices of `cluster` to its `units`; return False if one of them has none."""
@@ -161,7 +172,7 @@ class _Builder:
         Of these only options that one of the layers was priced with on all its batches. They include 5 and 7
         bits between measured neighbours: above 4 bits errors are almost proportional to 1 / (level − 1)².
         """
-        known = [{option.settings for option in layer.options if option.errors} for layer in layers]
+        known = [{option.settings for option in layer.options if option.ratios} for layer in layers]
         priced = set().union(*({option.settings for option in layer.priced} for layer in layers))
         common = (settings for settings in priced.intersection(*known) if not settings.exact)
         name = layers[0].name
@@ -191,17 +202,15 @@ class _Builder:
             derives = self.profile.timeline.slots[slot].layer in linked
             live[slot] += self._temporary_bytes(settings, derives)[slot]
         cost = self.profile.cost_of(layers, assignment, active)
-        if cost.error is None or cost.ms is None:
+        if cost.ratio is None or cost.ms is None:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
-        noise = self.profile.noise
         return Choice(
             settings,
-            cost.error,
+            cost.ratio,
             cost.ms * self.scale,
             live,
             saved,
             derived=cluster is not None,
-            noise=None if noise is None else noise.ratio(cost.errors),
             root=cost.root,
             weight=cost.root**2 - cost.interaction,
             bias=_bias(layers, settings),
@@ -222,7 +231,7 @@ class _Builder:
 
 
 def _bias(layers: Sequence[LayerEntry], settings: LayerSettings) -> float:
-    """Return the sum of the squared biases of `layers` that were measured with `settings`."""
+    """Return the sum of the biases of `layers` that were measured with `settings`."""
     stored = replace(settings, store="quantize") if settings.store == "derive" else settings
     positions = ((layer, layer.positions.get(stored)) for layer in layers)
     known = (layer.options[position].bias for layer, position in positions if position is not None)
@@ -248,7 +257,7 @@ def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
 
 
 def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Choice]:
-    """Return the choices that no other dominates in error, time and bytes; of equal ones the first.
+    """Return the choices that no other dominates in noise, time and bytes; of equal ones the first.
 
     `linked`: whether exact choices also cost the bytes of links (True), and whether others do (False).
     """
@@ -266,8 +275,8 @@ def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Ch
 
 def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
     """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal)."""
-    costs = (choice.error, choice.noise or 0.0, choice.ms, choice.saved)
-    rival_costs = (rival.error, rival.noise or 0.0, rival.ms, rival.saved)
+    costs = (choice.noise, choice.ms, choice.saved)
+    rival_costs = (rival.noise, rival.ms, rival.saved)
     if (
         any(high > low for high, low in zip(rival_costs, costs, strict=True))
         or (rival.live > choice.live).any()
@@ -306,5 +315,5 @@ def _require_errors(profile: Profile) -> None:
             "the profile is partial: not all layers were measured\nrun `mesa-tune profile` again: it resumes"
         )
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
-    if all(not option.errors for option in options):
+    if all(not option.ratios for option in options):
         raise RunError(f"the profile has only bytes, no gradient errors\n{_REMEDY}")

@@ -51,7 +51,8 @@ def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits, dead
     """Return the text of the error for a limit on the step's time that is out of reach within the others."""
     plain = profile.plain_ms(possible[0].program.space.batch_size)
     solutions = [
-        (step, step.program.solve(untimed, step.program.times, deadline=deadline)) for step in possible
+        (step, step.program.solve(untimed, step.program.times, price=0.0, deadline=deadline))
+        for step in possible
     ]
     times = [step.program.space.ms(solution.chosen) for step, solution in solutions if solution is not None]
     if not times:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import random
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.errors.joint_error import JointError, Pair
 
 Value = TypeVar("Value")
 ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
@@ -108,6 +110,11 @@ def known(value: Value | None) -> Value:
     """The value, which is not None."""
     assert value is not None
     return value
+
+
+def mean_error(joint: JointError, policy: mt.Policy, pairs: Sequence[Pair]) -> float:
+    """The mean gradient error of a policy over pairs of a batch's draw and a rounding seed."""
+    return statistics.fmean(error.error for error in joint.errors(policy, pairs))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.errors.noise import ParameterNoise
 from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, Work
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes
 from mesa_tune.profiler.profile import Profile
@@ -70,6 +71,7 @@ def synthetic_profile(
         peak_bytes=timeline.peak_bytes({}),
         step_ms=40.0,
         routing_ms=0.0,
+        parameters=(ParameterNoise("blocks.0.q.weight", 1000, 1.0), ParameterNoise("head.bias", 10, 0.1)),
         tensors=tuple(tensors),
         layers=tuple(
             _entry(layer, layers, tensors, grid, float(10 ** chance.uniform(-4, -1)), known)
@@ -171,18 +173,26 @@ def _entry(
         shared_with=tuple(name for name in tensor.layers if name != layer.name),
         options=tuple(options),
         call_ms=0.0,
+        shares=((0, 1.5),),
     )
 
 
 def _option(layer: _Layer, settings: LayerSettings, elements: int, sensitivity: float, known: bool) -> Option:
     if settings.exact:
-        return Option(settings, ITEM * elements, 0.0, (0.0,), True, 0.0, 0.0)
+        return Option(settings, ITEM * elements, 0.0, 0.0, (0.0,), True, 0.0, 0.0)
     lossless = layer.tag == "relu" or elements <= 4096
     rounding = (1 + math.log2(settings.group_size or 1) / 10) / (settings.level - 1) ** 2
     error = 0.0 if lossless else sensitivity * rounding * (1.6 if settings.level < 8 else 1.0)
     size = elements // 8 if layer.tag == "relu" else settings_bytes(elements, settings)
-    errors = (error, 0.9 * error, 1.1 * error) if known else ()
-    return Option(settings, size, rounding, errors, known, elements * 1e-6, elements * 5e-7)
+    # The first batch screens; errors are half of the noise.
+    ratios = (2 * error, 1.8 * error, 2.2 * error) if known else ()
+    shown = error if known else None
+    return Option(settings, size, rounding, shown, ratios, known, elements * 1e-6, elements * 5e-7)
+
+
+def noisy(profile: Profile, noise: float = 0.5) -> Profile:
+    """The profile with the noise of the minibatch, and layers that interact at 2 bits."""
+    return replace(profile, gradient_noise=noise, interaction=((1, 0.5), (2, 0.3)))
 
 
 def is_sorted(values: Sequence[float]) -> bool:
@@ -194,7 +204,7 @@ def deriving(profile: Profile, factor: float) -> Profile:
     """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
     own = profile.layer(NORM).options
     compressing = (one for one in own if not one.settings.exact)
-    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in compressing)
+    options = tuple(one.times(factor) for one in compressing)
     derivation = Derivation((NORM,), DERIVING, (NORM,), options)
     return replace(profile, timeline=_linked(profile.timeline), derivations=(derivation,))
 

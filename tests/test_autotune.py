@@ -148,9 +148,11 @@ def test_profile_and_study_leave_no_trace() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model, (batch[0][:, 0], batch[1][:, 0]))
 
+    nn.init.zeros_(model.up.weight)  # the gradient of `down` is zero: a first step is taken
     with no_trace(model):
         auto(model, batches, loss, optimizer=optimizer, trials=2)
     assert mt.Plan.load("mesa-run/plan.json").trials == 2
+    assert "1 training step taken" in mt.Profile.load("mesa-run/profile.json").notes[0]
     assert str(optimizer.state_dict()) == str(moments)
     assert torch.equal(generator.get_state(), loader_state)
 

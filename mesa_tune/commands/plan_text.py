@@ -108,12 +108,23 @@ def _errors(plan: Plan) -> list[str]:
         lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
     if plan.measured is not None and plan.measured.noise_ratio is not None:
         lines.append(f"                  {plan.measured.noise_ratio:.1e} measured on fresh batches")
+    if plan.predicted.worst_own_ratio is not None:
+        own = f"{plan.predicted.worst_own_ratio:.1e}"
+        lines += below(f"at most {own} of one parameter's own: {plan.predicted.worst_parameter}")
     return lines
 
 
 def _step(plan: Plan, profile: Profile) -> list[str]:
+    from mesa_tune.search.objectives import to_same_result
+
     if plan.predicted.step_ms is None or not profile.step_ms:
         return []
     plain = profile.plain_ms(plan.batch_size)
-    ratio = plan.predicted.step_ms / plain
-    return [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]
+    ratio, noise = plan.predicted.step_ms / plain, plan.predicted.gradient_noise_ratio
+    lines = [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]
+    if noise:
+        same = to_same_result(ratio, noise)
+        lines.append(
+            f"                  {same:.2f}x to the same result, {1 - ratio / same:.2%} of it for noise"
+        )
+    return lines

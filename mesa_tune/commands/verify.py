@@ -27,6 +27,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
     load_workload,
+    wrapped,
 )
 from mesa_tune.commands.guide.state import next_step
 from mesa_tune.commands.memory import advising
@@ -186,10 +187,14 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
             ("step time", "step_ms", _milliseconds),
             ("gradient error", "gradient_error", _error),
             ("noise ratio", "gradient_noise_ratio", _error),
+            *((("worst of one", "worst_own_ratio", _error),) if check.worst_parameter else ()),
         )
     ]
     lines = [
         *format_table(["", "plain", "predicted", "measured"], rows),
+        *wrapped(
+            f"worst of one: {check.worst_parameter}, beside its own noise" if check.worst_parameter else "", 0
+        ),
         *_at_checkpoints(check),
         *_by_group(check),
     ]
@@ -259,7 +264,7 @@ def _cells(
     form: Callable[[float], str], quantity: str, check: Verification, profiled_ms: float | None
 ) -> list[str]:
     values, predicted = check.to_dict(), check.predicted_beside(profiled_ms)
-    plain = {"gradient_error": 0.0, "gradient_noise_ratio": 0.0, **values["baseline"]}
+    plain = {"gradient_error": 0.0, "gradient_noise_ratio": 0.0, "worst_own_ratio": 0.0, **values["baseline"]}
     columns = (plain, predicted.to_dict() if predicted else {}, values["policy"])
     cells = [column.get(quantity) for column in columns]
     return ["–" if value is None else form(value) for value in cells]

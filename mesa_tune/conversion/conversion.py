@@ -173,8 +173,9 @@ class Conversion:
         spec = Spec.of(self.policy.settings(tag, index, layer), self.min_elements)
         if spec is not None and self.derives:
             # The first forward shows which outputs other layers rematerialize. A search knows it already.
-            likely = self.first and (spec.derive or not self.policy.is_searched)
-            spec = spec._replace(exposes=likely or layer in self.producers)
+            known = self.policy.header.producers
+            exposes = self.first if known is None else layer in known
+            spec = spec._replace(exposes=exposes or layer in self.producers)
         if self.tiles and tag == "fc":
             spec = (spec or Spec.plain(self.min_elements))._replace(feeds_tiled=True)
         self.specs[layer] = spec

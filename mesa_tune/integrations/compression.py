@@ -36,7 +36,7 @@ from mesa_tune.workload.user_code import seeded
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 """Names of `Workload.autocast` by those of accelerate and Lightning."""
 
-_PREDICTED = re.compile(r"(peak|saved|gradient error|noise ratio) ([0-9][0-9.e+-]*)(?: ([kMGT]?B))?")
+_PREDICTED = re.compile(r"(peak|saved|gradient error|own noise ratio) ([0-9][0-9.e+-]*)(?: ([kMGT]?B))?")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def predicted(text: str) -> dict[str, float]:
     """Return the numbers of `predicted:` in the header of a policy file, under names for logs."""
     numbers: dict[str, float] = {}
     for name, number, unit in _PREDICTED.findall(text):
-        key = f"mesa/{name.replace(' ', '_')}" + ("_bytes" if unit else "")
+        key = f"mesa/{name.removeprefix('own ').replace(' ', '_')}" + ("_bytes" if unit else "")
         numbers[key] = float(parse_bytes(f"{number}{unit}").bytes or 0) if unit else float(number)
     return numbers
 

@@ -120,11 +120,6 @@ class Policy:
         """
         write_text(Path(path), self.dumps(), force=force)
 
-    @property
-    def is_searched(self) -> bool:
-        """True if a search made the policy. Then producers of derived tensors have `store: derive` too."""
-        return self.header.budget is not None
-
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
         """Return the settings of the layer `name`, which has `index` within `tag`; exact if no rule binds it.
 

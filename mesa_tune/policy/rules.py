@@ -187,7 +187,8 @@ class Header:
     """What a policy was made for; None where the file does not say.
 
     `fingerprint` is that of the model's layers (names and classes of modules), or the beginning of it.
-    `source_line` is the line of the file with the fingerprint.
+    `producers`: the layers from whose outputs others derive what they need (`store: derive`), so that the
+    first step stores what later ones do. `source_line` is the line of the file with the fingerprint.
     """
 
     model: str | None = None
@@ -197,12 +198,13 @@ class Header:
     budget: str | None = None
     predicted: str | None = None
     objective: str | None = None
+    producers: tuple[str, ...] | None = None
     source_line: SourceLine | None = field(default=None, compare=False, repr=False)
 
     @property
     def noise_ratio(self) -> float | None:
-        """The predicted gradient noise ratio; None if the file does not say."""
-        return self._predicted(r"noise ratio (\d[\d.e+-]*)")
+        """The predicted ratio to the parameters' own noise; None if the file does not say."""
+        return self._predicted(r"own noise ratio (\d[\d.e+-]*)")
 
     @property
     def step_ratio(self) -> float | None:
@@ -226,7 +228,9 @@ class Header:
             made_for[0] += f" (layers {_one_line(self.fingerprint)[:16]})"
         first = "  ".join(part for part in made_for if part)
         lines = [f"# {first}"] if first else []
-        return lines + ([f"# predicted: {_one_line(self.predicted)}"] if self.predicted else [])
+        lines += [f"# predicted: {_one_line(self.predicted)}"] if self.predicted else []
+        producers = None if self.producers is None else " ".join(map(_one_line, self.producers))
+        return lines + ([] if producers is None else [f"# producers: {producers}".rstrip()])
 
     @staticmethod
     def read(lines: Iterable[SourceLine]) -> Header:
@@ -247,6 +251,7 @@ class Header:
             budget=parts.get("budget"),
             predicted=parts.get("predicted"),
             objective=parts.get("objective"),
+            producers=tuple(parts["producers"].split()) if "producers" in parts else None,
             source_line=source_line,
         )
 
@@ -267,6 +272,7 @@ _HEADER_PARTS: Final = {
     "budget": re.compile(_MADE_FOR + r"(?:^|  )budget (.+?)(?:  |$)"),
     "objective": re.compile(_MADE_FOR + r"(?:^|  )objective (.+?)(?:  |$)"),
     "predicted": re.compile(r"^predicted: *(.+)"),
+    "producers": re.compile(r"^producers:(.*)"),
 }
 
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.errors.intervals import Errors, interval
+from mesa_tune.profiler.errors.intervals import Ratios, interval, scaled
+from mesa_tune.profiler.errors.noise import Shares, shares_from
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,21 @@ UNLISTED = -1
 class Option:
     """Settings to store what a layer saves, and their price.
 
-    `bytes`: what the layer then saves. Errors are relative squares; `errors`: ‖ĝ − g‖² / ‖g‖² of the gradient
-    on each batch, with a rounding seed of its own; none if unknown. If `screened`, the first of them chose
-    the options that have more, and is no part of their price. `bias`: the squared norm of the mean of ĝ − g
-    over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True if a
-    change of the layer's input gradients went through the graph, False if the error was inferred from such a
-    change under other settings. `decode_ms`: of an option that leaves out rows, with what its backward takes
-    longer than that of all rows; below zero if less. Storing exactly is an option, too.
+    `bytes`: what the layer then saves. `ratios`: the gradient noise ratio (`OwnNoise`) on each batch, with a
+    rounding seed of its own; none if unknown. If `screened`, the first of them chose the options that have
+    more, and is no part of their price. `gradient_error`: mean ‖ĝ − g‖² / ‖g‖² on the batches of the price;
+    it is only shown. `bias`: the noise ratio of the mean of ĝ − g over rounding seeds, a part of the ratio;
+    None where it was not measured. `measured`: True if a change of the layer's input gradients went through
+    the graph, False if the error was inferred from such a change under other settings. `decode_ms`: of an
+    option that leaves out rows, with what its backward takes longer than that of all rows; below zero if
+    less. Storing exactly is an option, too.
     """
 
     settings: LayerSettings
     bytes: int
     tensor_error: float
-    errors: Errors
+    gradient_error: float | None
+    ratios: Ratios
     measured: bool
     encode_ms: float
     decode_ms: float
@@ -81,29 +84,29 @@ class Option:
     screened: bool = True
 
     @property
-    def price_errors(self) -> Errors:
-        """Errors without the first, if it screened: luck chose too. If it is the only one, with it."""
-        return self.errors[self.screened :] or self.errors
+    def price_ratios(self) -> Ratios:
+        """Ratios without the first, if it screened: luck chose too. If it is the only one, with it."""
+        return self.ratios[self.screened :] or self.ratios
 
     @property
-    def gradient_error(self) -> float | None:
-        """Mean of the `price_errors`; None if unknown."""
-        return statistics.fmean(self.price_errors) if self.errors else None
+    def noise_ratio(self) -> float | None:
+        """Mean of the `price_ratios`; None if unknown."""
+        return statistics.fmean(self.price_ratios) if self.ratios else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """Ends of the gradient error over batches and rounding; None if unknown or priced on one batch."""
-        return interval(self.price_errors)
+        return scaled(interval(self.price_ratios), self.gradient_error, self.noise_ratio)
 
     @property
     def provenance(self) -> str:
         """`measured`, `inferred` or `unknown`."""
-        return ("measured" if self.measured else "inferred") if self.errors else "unknown"
+        return ("measured" if self.measured else "inferred") if self.ratios else "unknown"
 
     @property
     def batches(self) -> int:
         """On how many batches the error was measured or inferred, the first included."""
-        return len(self.errors)
+        return len(self.ratios)
 
     @property
     def ms(self) -> float:
@@ -116,13 +119,26 @@ class Option:
             return 1.0
         return ((self.settings.level - 1) / (settings.level - 1)) ** 2
 
+    def times(self, factor: float) -> Option:
+        """Return this option with `factor` times its errors."""
+        return replace(
+            self,
+            gradient_error=None if self.gradient_error is None else factor * self.gradient_error,
+            ratios=tuple([factor * ratio for ratio in self.ratios]),
+            bias=None if self.bias is None else factor * self.bias,
+        )
+
     def extended(self, other: Option) -> Option:
         """Return this option with the measurements of `other`, on one batch more, included."""
-        count = self.batches
+        count, priced = self.batches, max(0, self.batches - self.screened)
+        error = other.gradient_error
+        if priced and error is not None and self.gradient_error is not None:
+            error = self.gradient_error + (error - self.gradient_error) / (priced + 1)
         return replace(
             self,
             tensor_error=self.tensor_error + (other.tensor_error - self.tensor_error) / (count + 1),
-            errors=(*self.errors, *other.errors),
+            gradient_error=error,
+            ratios=(*self.ratios, *other.ratios),
             measured=self.measured or other.measured,
             encode_ms=min(self.encode_ms, other.encode_ms),
             decode_ms=min(self.decode_ms, other.decode_ms),
@@ -131,7 +147,7 @@ class Option:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `seeds`: number of rounding seeds, one more where `bias` is known."""
-        derived = ("gradient_error", "interval", "provenance", "batches")
+        derived = ("noise_ratio", "interval", "provenance", "batches")
         return {
             **{key: value for key, value in vars(self).items() if key != "measured"},
             "settings": self.settings.to_dict(),
@@ -142,15 +158,15 @@ class Option:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Option:
         parts = {name: values[name] for name in _OPTION_VALUES}
-        settings, errors = LayerSettings.from_dict(values["settings"]), tuple(map(float, values["errors"]))
-        if any(not math.isfinite(error) for error in errors):
-            raise ValueError(f"errors are {errors}, not finite")
+        settings, ratios = LayerSettings.from_dict(values["settings"]), tuple(map(float, values["ratios"]))
+        if any(not math.isfinite(ratio) for ratio in ratios):
+            raise ValueError(f"ratios are {ratios}, not finite")
         measured = values["provenance"] != "inferred"
         parts |= {"measured": measured, "screened": values.get("screened", True)}
-        return typed(Option, {**parts, "settings": settings, "errors": errors})
+        return typed(Option, {**parts, "settings": settings, "ratios": ratios})
 
 
-_OPTION_VALUES = ("bytes", "tensor_error", "encode_ms", "decode_ms", "bias")
+_OPTION_VALUES = ("bytes", "tensor_error", "gradient_error", "encode_ms", "decode_ms", "bias")
 
 
 class HasOptions:
@@ -165,14 +181,14 @@ class HasOptions:
         return {option.settings: position for position, option in enumerate(self.options)}
 
     @cached_property
-    def all_errors(self) -> list[Errors]:
-        """Errors of each option on all batches that price options.
+    def complete(self) -> list[Option]:
+        """Each option with its ratios on all batches that price options.
 
         Those of an option that was left out after the first batch follow the most similar one that was not.
         """
         count = max((option.batches for option in self.options), default=0)
         return [
-            option.price_errors if option.batches in (0, count) else _following(option, self.priced)
+            option if option.batches in (0, count) else _following(option, self.priced)
             for option in self.options
         ]
 
@@ -195,7 +211,7 @@ class HasOptions:
         candidates = [
             position
             for position, option in enumerate(self.options)
-            if kind(option.settings) == kind(settings) and option.errors
+            if kind(option.settings) == kind(settings) and option.ratios
         ]
         return min(
             candidates,
@@ -203,18 +219,12 @@ class HasOptions:
             default=None,
         )
 
-    def encode_ms(self, settings: LayerSettings) -> float | None:
-        """Return the milliseconds of encoding with the nearest option; None if unknown."""
+    def like(self, settings: LayerSettings) -> Option | None:
+        """Return the nearest option, its errors scaled with 1 / (level − 1)²; None if they are unknown."""
         position = self.nearest(settings)
-        return None if position is None else self.options[position].encode_ms
-
-    def errors(self, settings: LayerSettings) -> Errors | None:
-        """Return the errors by batch, scaled with 1 / (level − 1)² from the nearest option if unknown."""
-        position = self.nearest(settings)
-        if position is None or not self.options[position].errors:
+        if position is None or not self.options[position].ratios:
             return None
-        scale = self.options[position].scale(settings)
-        return tuple([error * scale for error in self.all_errors[position]])
+        return self.complete[position].times(self.options[position].scale(settings))
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -241,6 +251,7 @@ class LayerEntry(HasOptions):
     shared_with: tuple[str, ...]
     options: tuple[Option, ...]
     call_ms: float | None = None
+    shares: Shares = ()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each option: of the layer, of its settings, and its price."""
@@ -248,7 +259,7 @@ class LayerEntry(HasOptions):
         layer = {**{column: getattr(self, column) for column in columns}, "layer_bytes": self.bytes}
         for option in self.options:
             values, settings = option.to_dict(), option.settings
-            price = {key: value for key, value in values.items() if key not in ("settings", "errors")}
+            price = {key: value for key, value in values.items() if key not in ("settings", "ratios")}
             names = ("level", "bits", "group_size", "exact")
             yield {
                 **layer,
@@ -263,6 +274,7 @@ class LayerEntry(HasOptions):
             "shape": tuple(values["shape"]),
             "shared_with": tuple(values["shared_with"]),
             "options": tuple(Option.from_dict(option) for option in values["options"]),
+            "shares": shares_from(values.get("shares", ())),
         }
         return typed(LayerEntry, {**values, **parts})
 
@@ -319,8 +331,8 @@ def kind(settings: LayerSettings) -> Any:
     return settings.exact or tuple([getattr(settings, name) for name in _KIND])
 
 
-def _following(option: Option, priced: Sequence[Option]) -> Errors:
-    """Return the errors that `option`, known on the first batch only, has in proportion to one of `priced`.
+def _following(option: Option, priced: Sequence[Option]) -> Option:
+    """Return `option`, known on the first batch only, with errors in proportion to those of one of `priced`.
 
     They are proportional to the errors of the tensors, which are sums over many elements and hardly vary. The
     option's own error on the first batch varies, and it may have been left out because that was high.
@@ -330,8 +342,9 @@ def _following(option: Option, priced: Sequence[Option]) -> Errors:
     if same and nearest.tensor_error:
         scale = option.tensor_error / nearest.tensor_error
     else:
-        scale = option.errors[0] / nearest.errors[0] if nearest.errors[0] else 1.0
-    return tuple([error * scale for error in nearest.price_errors])
+        scale = option.ratios[0] / nearest.ratios[0] if nearest.ratios[0] else 1.0
+    like = nearest.times(scale)
+    return replace(option, gradient_error=like.gradient_error, ratios=like.ratios, screened=like.screened)
 
 
 def in_proportion(settings: LayerSettings) -> Any:

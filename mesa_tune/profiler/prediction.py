@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ class Prediction:
     """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what.
 
     `gradient_error_interval`: the mean error over 16 other batches lies between these ends with a probability
-    of 92 %, counting batches and rounding; None also for a profile of one batch.
+    of 92 %, counting batches and rounding; None also for a profile of one batch. `worst_parameter`: the
+    trained parameter, or part of one, with the largest own noise ratio, `worst_own_ratio`.
     `reserved_bytes`: the peak with what kernels take besides tensors; `library_bytes`: what oneDNN and MKL
     keep besides, under every policy. Both None on a GPU, where nothing models them.
     """
@@ -30,6 +31,9 @@ class Prediction:
     gradient_error_interval: tuple[float, float] | None = None
     reserved_bytes: int | None = None
     library_bytes: int | None = None
+    gradient_noise_ratio_interval: tuple[float, float] | None = None
+    worst_parameter: str | None = None
+    worst_own_ratio: float | None = None
 
     @property
     def workspaces_text(self) -> str:
@@ -53,8 +57,13 @@ class Prediction:
         """Return the prediction with this `to_dict`."""
         plain = {key: value for key, value in values.items() if key != "interval"}
         peak, ends = values.get("peak"), values.get("interval")
-        if ends is not None:
-            low, high = map(float, ends)
-            ends = (low, high)
-        parts = {"peak": None if peak is None else Peak.from_dict(peak), "gradient_error_interval": ends}
+        parts = {
+            "peak": None if peak is None else Peak.from_dict(peak),
+            "gradient_error_interval": _pair(ends),
+            "gradient_noise_ratio_interval": _pair(values.get("gradient_noise_ratio_interval")),
+        }
         return typed(Prediction, {**plain, **parts})
+
+
+def _pair(ends: Sequence[float] | None) -> tuple[float, float] | None:
+    return None if ends is None else (float(ends[0]), float(ends[1]))

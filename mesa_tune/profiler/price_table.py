@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, HasOptions, LayerEntry, Tie
-from mesa_tune.profiler.errors.intervals import Errors, interaction_of
+from mesa_tune.profiler.errors.intervals import Ratios, interaction_of
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, possible, stored_as
 from mesa_tune.profiler.memory.sized_timeline import StepBytes
@@ -30,12 +30,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_COLUMNS = 3
-"""Columns of an option or a price after its errors by batch. NaN: unknown.
+_COLUMNS, _MS = 4, -3
+"""Columns of an option or a price after its noise ratios by batch. NaN: unknown.
 
-Of an option: milliseconds; milliseconds of encoding; ratio of its tie. Of a price: milliseconds that the
-layer adds; further milliseconds if it encodes a copy of its own of what the first of its tie encodes
-otherwise; the weight of `interaction_of`.
+Of an option: gradient error; milliseconds; milliseconds of encoding; ratio of its tie. Of a price: gradient
+error; milliseconds that the layer adds; further milliseconds if it encodes a copy of its own of what the
+first of its tie encodes otherwise; the weight of `interaction_of`.
 """
 FEW = 0.05
 """The share of layers, by time, with which most of what the first ones add beyond their prices is reached."""
@@ -46,27 +46,30 @@ _ALONE, _TIED = 0, 1
 class Cost(NamedTuple):
     """What layers cost together; None: unknown.
 
-    `errors`: the sums of gradient errors, by batch. `interaction`: what joint rounding at few bits adds to
-    their mean. `ms`: milliseconds that they add to a step of the converted model. `root`: the sum of √w over
-    the weights w of `interaction_of`, from which the interaction with other layers follows.
+    `ratios`: the sums of noise ratios, by batch; `error`: the sum of gradient errors. `interaction`: what
+    joint rounding at few bits adds to the mean ratio. `ms`: milliseconds that they add to a step of the
+    converted model. `root`: the sum of √w over the weights w of `interaction_of`, from which the interaction
+    with other layers follows.
     """
 
-    errors: Errors | None
+    ratios: Ratios | None
+    error: float | None
     interaction: float
     ms: float | None
     root: float = 0.0
 
     @property
-    def error(self) -> float | None:
+    def ratio(self) -> float | None:
         """Mean of the sums over the batches."""
-        return None if self.errors is None else statistics.fmean(self.errors)
+        return None if self.ratios is None else statistics.fmean(self.ratios)
 
     def plus(self, other: Cost) -> Cost:
         """Return the sum of both; what is unknown of one is unknown of the sum."""
-        known = self.errors is not None and other.errors is not None
-        errors = tuple(map(operator.add, self.errors or (), other.errors or ())) if known else None
+        known = self.ratios is not None and other.ratios is not None
+        ratios = tuple(map(operator.add, self.ratios or (), other.ratios or ())) if known else None
+        error = None if self.error is None or other.error is None else self.error + other.error
         ms = None if self.ms is None or other.ms is None else self.ms + other.ms
-        return Cost(errors, self.interaction + other.interaction, ms, self.root + other.root)
+        return Cost(ratios, error, self.interaction + other.interaction, ms, self.root + other.root)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class PriceTable:
     `samplers` may leave out rows, and `valued` may store fixed levels.
 
     `interaction`: see `interaction_of`. `overlap_ms`: milliseconds that two halves of the layers add to steps
-    of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 3].
+    of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 4].
     It has a row for each layer, and one for each derivation: the price of its first layer while the takers
     derive.
     """
@@ -150,7 +153,7 @@ class PriceTable:
     ) -> list[_Kind]:
         alike: dict[tuple[tuple[bool, ...], tuple[tuple[LayerSettings, bool], ...]], list[int]] = {}
         for number, ((row, _), layer) in enumerate(zip(rows, self.layer.tolist(), strict=True)):
-            options = tuple([(option.settings, bool(option.errors)) for option in row.options])
+            options = tuple([(option.settings, bool(option.ratios)) for option in row.options])
             flags = tuple([self.names[layer] in names for names in flagged])
             alike.setdefault((flags, options), []).append(number)
         return [
@@ -164,6 +167,26 @@ class PriceTable:
         """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
         chosen = slice(None) if layers is None else _ints(self.position[layer.name] for layer in layers)
         numbers = self._numbers(assignment)
+        prices = self._priced(numbers, active)[chosen]
+        ms = float(prices[:, _MS:-1].sum()) + (self._overlap(numbers) if layers is None else 0.0)
+        *ratios, error = prices[:, : 1 - _COLUMNS].sum(0).tolist()
+        known = not math.isnan(ratios[0])
+        weights = np.bincount(self.unit[chosen], weights=prices[:, -1]) if known else np.zeros(0)
+        return Cost(
+            tuple(ratios) if known else None,
+            error if known else None,
+            interaction_of(weights),
+            None if math.isnan(ms) else ms,
+            float(np.sqrt(weights).sum()),
+        )
+
+    def by_layer(self, assignment: Assignment, active: ActiveDerivations) -> Floats:
+        """Return the mean noise ratio of each layer under `assignment`; NaN: unknown."""
+        ratios: Floats = self._priced(self._numbers(assignment), active)[:, :-_COLUMNS].mean(-1)
+        return ratios
+
+    def _priced(self, numbers: Ints, active: ActiveDerivations) -> Floats:
+        """Return the prices of all layers, by the numbers of their settings; shape [layers, batches + 4]."""
         tied, copying = self._shared(numbers)
         rows = np.arange(len(self.names))
         derived = len(rows) + _ints(active.positions)
@@ -172,18 +195,8 @@ class PriceTable:
         prices[~copying, -2] = 0.0
         free = [position for name in active.free if numbers[position := self.position[name]]]
         prices[free] = 0.0
-        prices[free, -_COLUMNS] = self.call_ms[free]
-        prices = prices[chosen]
-        ms = float(prices[:, -_COLUMNS:-1].sum()) + (self._overlap(numbers) if layers is None else 0.0)
-        errors = prices[:, :-_COLUMNS].sum(0).tolist()
-        known = not math.isnan(errors[0])
-        weights = np.bincount(self.unit[chosen], weights=prices[:, -1]) if known else np.zeros(0)
-        return Cost(
-            tuple(errors) if known else None,
-            interaction_of(weights),
-            None if math.isnan(ms) else ms,
-            float(np.sqrt(weights).sum()),
-        )
+        prices[free, _MS] = self.call_ms[free]
+        return prices
 
     def _overlap(self, numbers: Ints) -> float:
         """Return what layers with the settings of these numbers add beyond the sum of their prices.
@@ -197,11 +210,11 @@ class PriceTable:
         share = float(self.shares[numbers > 0].sum())
         return self.overlap_ms * (1 - share) * (1 - math.exp(-share / FEW))
 
-    def errors(self, name: str, settings: LayerSettings) -> Errors | None:
-        """Return the errors of one layer under `settings`, which compress, by batch; None if unknown."""
-        number = self._number(settings)
-        errors = self.prices[number, _ALONE, self.position[name], :-_COLUMNS].tolist()
-        return None if math.isnan(errors[0]) else tuple(errors)
+    def error(self, name: str, settings: LayerSettings) -> float | None:
+        """Return the gradient error of one layer that compresses; None if unknown."""
+        number = self._number(settings)  # may make `prices` anew
+        error = float(self.prices[number, _ALONE, self.position[name], -_COLUMNS])
+        return None if math.isnan(error) else error
 
     def _numbers(self, assignment: Assignment) -> Ints:
         """Return the number of the settings of each layer."""
@@ -220,13 +233,13 @@ class PriceTable:
         return self.numbers[settings]
 
     def _under(self, settings: LayerSettings) -> Floats:
-        """Return the prices under `settings`; shape [2, rows, batches + 3]."""
+        """Return the prices under `settings`; shape [2, rows, batches + 4]."""
         prices = np.empty(self.prices.shape[1:])
         for kind in self.kinds:
             prices[:, kind.rows] = kind.under(settings, self.interaction)
         first = self.unit[self.layer]
         prices[:, :, -2] = np.where(first == self.layer, 0.0, prices[:, first, -2])
-        prices[:, :, -_COLUMNS] += self.call_ms
+        prices[:, :, _MS] += self.call_ms
         return prices
 
     def _shared(self, numbers: Ints) -> tuple[Ints, Flags]:
@@ -248,7 +261,7 @@ class _Kind:
     """Rows with the same options.
 
     `rows`: their numbers. `example`: one of them. `options`: values of the options of each row, shape
-    [rows, options + 1, batches + 3]; the last option is unknown.
+    [rows, options + 1, batches + 4]; the last option is unknown.
     """
 
     rows: Ints
@@ -267,27 +280,28 @@ class _Kind:
         example = rows[0][0]
         values = np.full((len(rows), len(example.options) + 1, batches + _COLUMNS), np.nan)
         for target, (row, tie) in zip(values, rows, strict=True):
-            for position, (option, errors) in enumerate(zip(row.options, row.all_errors, strict=True)):
-                if errors:
-                    target[position, :-_COLUMNS] = errors[:batches] if any(errors) else 0.0
-                target[position, -_COLUMNS:] = option.ms, option.encode_ms, tie.ratio(position)
+            for position, option in enumerate(row.complete):
+                if ratios := option.price_ratios:
+                    target[position, :-_COLUMNS] = ratios[:batches] if any(ratios) else 0.0
+                    target[position, -_COLUMNS] = option.gradient_error
+                target[position, _MS:] = option.ms, option.encode_ms, tie.ratio(position)
         return _Kind(_ints(numbers), example, values, *flags)
 
     def under(self, settings: LayerSettings, interaction: Mapping[int, float]) -> Floats:
-        """Return errors by batch, milliseconds, milliseconds of encoding, and weights; shape [2, rows, …]."""
+        """Return the prices of the rows under `settings`; shape [2, rows, batches + 4]."""
         settings = possible(settings, LayerTraits(self.hooked, False, 0, self.samples, self.valued))
         stored = stored_as(settings)
         position = self.example.nearest(stored)
         values = np.stack([self.options[:, -1 if position is None else position]] * 2)
-        errors, ratios = values[:, :, :-_COLUMNS], values[0, :, -1].copy()
+        errors, joint = values[:, :, : 1 - _COLUMNS], values[0, :, -1].copy()
         if self.exact or stored.exact or stored.store == "offload":
             errors[:] = 0.0
         elif position is not None:
             errors *= self.example.options[position].scale(stored)
-            errors[_TIED] *= ratios[:, None]
+            errors[_TIED] *= joint[:, None]
         if self.exact:
-            values[:, :, -_COLUMNS] = 0.0
-        values[:, :, -1] = interaction.get(stored.bits, 0.0) * errors.mean(-1)
+            values[:, :, _MS] = 0.0
+        values[:, :, -1] = interaction.get(stored.bits, 0.0) * values[:, :, :-_COLUMNS].mean(-1)
         return values
 
 
@@ -296,9 +310,9 @@ _NO_TIE = Tie(())
 
 def _batches(row: HasOptions) -> int:
     """Return on how many batches a layer was priced; 0 if it has no error under any option."""
-    if not any(any(option.errors) for option in row.options):
+    if not any(any(option.ratios) for option in row.options):
         return 0
-    return max(len(option.price_errors) for option in row.options)
+    return max(len(option.price_ratios) for option in row.options)
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -11,36 +11,44 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry, Option, above_one_bit
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, above_one_bit
 from mesa_tune.profiler.errors.amplification import Amplifications, Amplified, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.intervals import fitted_interaction
+from mesa_tune.profiler.errors.noise import Noise, OwnNoise, Parts, Shares
 from mesa_tune.profiler.errors.prices import Price
-from mesa_tune.profiler.errors.recorded import TRIES
+from mesa_tune.profiler.errors.recorded import TRIES, Floats
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.session import RawConversion, Session, session
 from mesa_tune.workload.workload import Workload
 
+Priced = TypeVar("Priced", LayerEntry, Derivation, ModuleEntry)
+
 
 class LayerPrices(NamedTuple):
-    """The options of a layer as far as they are measured, and the joint ratio of its tie for each of them."""
+    """The options of a layer as far as they are measured; for each of them, the joint ratio of its tie.
+
+    `shares`: see `LayerEntry`.
+    """
 
     options: tuple[Option, ...] = ()
     joint: tuple[float, ...] = ()
+    shares: Shares = ()
 
     @property
     def batches(self) -> float:
@@ -62,12 +70,15 @@ class LayerPrices(NamedTuple):
             if position is not None and index < len(ratios) and position < len(other.joint):
                 # The first batch is no part of the errors that the ratio applies to.
                 ratios[index] += (other.joint[position] - ratios[index]) / max(1, option.batches)
-        return LayerPrices(tuple(options), tuple(ratios))
+        return LayerPrices(tuple(options), tuple(ratios), self.shares or other.shares)
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Measures prices on a traced workload. `draws`: of the batches, of which the first screens."""
+    """Measures prices on a traced workload, beside the parameters' `own` noise.
+
+    `draws`: of the batches, of which the first screens.
+    """
 
     workload: Workload
     model: nn.Module
@@ -75,6 +86,7 @@ class Pricing:
     rows: Rows
     timeline: Timeline
     draws: Sequence[int]
+    own: OwnNoise
     amplifications: Amplifications = field(default_factory=Amplifications)
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
@@ -87,7 +99,8 @@ class Pricing:
         # Times are the least over batches, and the first of them is not in the cache.
         tries = TRIES if number == bool(producers) else 1
         sensitivity = Sensitivity(
-            self.model.parameters(),
+            Parts(self.model),
+            self.own,
             number,
             splits=number == 1 and not producers,
             screens=number == 0 and len(self.draws) > 1,
@@ -102,11 +115,6 @@ class Pricing:
                 self.model.zero_grad()
                 roots = self._roots(raw, batch)
         sensitivity.record(*roots, self._losses(others))
-        if not sensitivity.norm:
-            raise self.workload.step_error(
-                "gives every parameter the gradient zero, so no error can be measured against it",
-                "check that the loss depends on the parameters, or give the model a first training step",
-            )
         return sensitivity
 
     def _micro_batches(self, number: int) -> range:
@@ -165,11 +173,15 @@ class Pricing:
         measured = {key: value for key, value in known.items() if key not in inferred}
         self.amplifications.add(sensitivity.seed, measured)
         return {
-            name: LayerPrices((*self._options(entry, grid, prices[name]), _exact(entry)), tuple(joint))
+            name: LayerPrices(
+                (*self._options(entry, grid, prices[name]), _exact(entry)),
+                tuple(joint),
+                sensitivity.shares.get(name, ()),
+            )
             for name, entry in entries.items()
         }
 
-    def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, float]:
+    def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, Floats]:
         """Return the amplifications of a group of layers that are not measured on this batch."""
         due = is_measured(number, traced.groups.index(group), len(traced.groups))
         return self.amplifications.inferred(number, group, due=due)
@@ -215,7 +227,8 @@ class Pricing:
                 bytes=self.rows.bytes(entry.name, settings),
                 tensor_error=price.tensor_error,
                 # Running ranges take steps to differ from those of the tensor at hand, which were priced.
-                errors=() if settings.ema_decay else (price.gradient_error,),
+                gradient_error=None if settings.ema_decay else price.gradient_error,
+                ratios=() if settings.ema_decay else (price.ratio,),
                 measured=price.measured,
                 encode_ms=price.encode_ms,
                 decode_ms=price.decode_ms,
@@ -254,7 +267,7 @@ class _Calls(StepEvents):
 
 
 def _exact(entry: LayerEntry) -> Option:
-    return Option(EXACT, entry.bytes, 0.0, (0.0,), True, 0.0, 0.0)
+    return Option(EXACT, entry.bytes, 0.0, 0.0, (0.0,), True, 0.0, 0.0)
 
 
 def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
@@ -264,26 +277,26 @@ def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
 
 
 def _hull(options: Sequence[Option]) -> frozenset[LayerSettings]:
-    """Return the lower convex hull of bytes and log of error.
+    """Return the lower convex hull of bytes and log of the noise ratio.
 
-    Errors are those of the first batch, so that a resumed profile has the same. Exact storage is left out.
+    Ratios are those of the first batch, so that a resumed profile has the same. Exact storage is left out.
     """
     hull: list[tuple[float, float, LayerSettings]] = []
-    for bytes_, error, option in sorted(
-        ((option.bytes, option.errors[0], option) for option in options if option.errors),
+    for bytes_, ratio, option in sorted(
+        ((option.bytes, option.ratios[0], option) for option in options if option.ratios),
         key=lambda item: item[:2],
     ):
-        if option.settings.exact or (hull and hull[-1][1] <= _log(error)):
+        if option.settings.exact or (hull and hull[-1][1] <= _log(ratio)):
             continue
-        point = (float(bytes_), _log(error), option.settings)
+        point = (float(bytes_), _log(ratio), option.settings)
         while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
             hull.pop()
         hull.append(point)
     return frozenset(settings for _, _, settings in hull)
 
 
-def _log(error: float) -> float:
-    return math.log(max(error, 1e-30))
+def _log(ratio: float) -> float:
+    return math.log(max(ratio, 1e-30))
 
 
 def _is_above(first: Any, middle: Any, last: Any) -> bool:
@@ -295,11 +308,37 @@ def _is_above(first: Any, middle: Any, last: Any) -> bool:
 def interactions(
     priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
 ) -> Iterator[tuple[int, float]]:
-    """Yield bits and the interaction at them: the error of a policy, by batch, beside the sum of prices."""
+    """Yield bits and the interaction at them: the ratio of a policy, by batch, beside the sum of prices."""
     for bits, policy in policies.items():
-        units = priced.unit_errors(priced.assignment(policy))
-        draws = len(measured[bits])
-        sums = [] if units is None else [statistics.fmean(unit[:draws]) for unit in units]
+        assignment, draws = priced.assignment(policy), len(measured[bits])
+        active = priced.active(assignment)
+        costs = (priced.cost_of(map(priced.layer, group), assignment, active) for group in priced.groups)
+        units = [cost.ratios for cost in costs]
+        known = [unit for unit in units if unit is not None]
+        sums = [statistics.fmean(unit[:draws]) for unit in known] if len(known) == len(units) else []
         factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
         if factor:
             yield bits, factor
+
+
+def calibrated(priced: Profile, policy: Policy | None, noise: Noise) -> Profile:
+    """Return the profile with prices that predict for `policy` the noise ratio that was measured.
+
+    Few batches make the prices; `noise` was measured on more.
+    """
+    if policy is None or noise.errors is None:
+        return priced
+    predicted = priced.noise_ratio(priced.assignment(policy))
+    factor = noise.own.ratio(noise.errors) / predicted if predicted else 0.0
+    if not 0 < factor < math.inf:  # also NaN
+        return priced
+    tiled = priced.tiled and replace(priced.tiled, modules=_times(priced.tiled.modules, factor))
+    layers, derivations = _times(priced.layers, factor), _times(priced.derivations, factor)
+    modules = _times(priced.modules, factor)
+    return replace(priced, layers=layers, derivations=derivations, modules=modules, tiled=tiled)
+
+
+def _times(entries: Iterable[Priced], factor: float) -> tuple[Priced, ...]:
+    return tuple(
+        [replace(one, options=tuple([each.times(factor) for each in one.options])) for one in entries]
+    )

@@ -1,16 +1,15 @@
 """`Profile`: what a training step saves, what each option to store it costs, and what a policy would do.
 
-What is hard: the prediction runs no model. Bytes are exact arithmetic over the timeline. Gradient errors of
-layers add up batch by batch (measured: within a few per cent down to 3 bits); tied layers multiply their sum
-by a measured ratio, and layers at 1 and 2 bits add what `interaction_of` says. Where layers derive, the error
-counts for what is stored, with everything that derives from it. Settings that were not measured take the
-nearest option's error, scaled with 1 / (level − 1)².
+What is hard: the prediction runs no model. Bytes are exact arithmetic over the timeline. The noise ratios of
+layers add up batch by batch (gradient errors do within a few per cent down to 3 bits); tied layers multiply
+their sum by a measured ratio, and layers at 1 and 2 bits add what `interaction_of` says. Where layers derive,
+the ratio counts for what is stored, with everything that derives from it. Settings that were not measured
+take the nearest option's, scaled with 1 / (level − 1)². The gradient error is in proportion to the ratio.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +23,8 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.errors.amplification import Rows, rows_from
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
-from mesa_tune.profiler.errors.intervals import Errors, expected
-from mesa_tune.profiler.errors.noise import Noise
+from mesa_tune.profiler.errors.intervals import error_at, expected, scaled
+from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, ParameterNoise, summed
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.prediction import Prediction
@@ -68,10 +67,9 @@ class Profile:
     leaves exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain
     step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
     before the step). `tiled`: the step in which losses have slices; None if none can, or none was traced.
-    `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
-    options): see `Noise`; None and empty where it was not measured.
+    `gradient_noise`: of all `parameters` together, see `Noise`; None where it was not measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
-    `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
+    `error_floor`: the noise ratio if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
@@ -101,13 +99,12 @@ class Profile:
     derivations: tuple[Derivation, ...] = ()
     exact: tuple[ExactEntry, ...] = ()
     gradient_noise: float | None = None
-    gradient_scale: float | None = None
     routing_ms: float | None = None
     script: str | None = None
     error_floor: float = 0.0
     interaction: tuple[tuple[int, float], ...] = ()
     checkpoints: tuple[AtCheckpoint, ...] = ()
-    gradient_norms: tuple[float, ...] = ()
+    parameters: tuple[ParameterNoise, ...] = ()
     amplifications: Rows = ()
     modules: tuple[ModuleEntry, ...] = ()
     tiled: TiledStep | None = None
@@ -170,17 +167,21 @@ class Profile:
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
         for name in step.reruns:
             cost = cost.plus(self.rerun_cost(name, assignment[name]))
-        error, ends = self._expected(cost)
+        ratio, ends = self._expected(cost)
+        known = self.own_noise is not None and self.own_noise.is_known
+        worst = self._worst(assignment, self._derivations.active(plan), step.reruns) if known else None
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,
-            error,
+            error_at(ratio, cost.error, cost.ratio),
             self._scaled_ms(cost.ms, sized.batch_size),
-            self._noise_ratio(cost, error),
+            ratio if known else None,
             step.peak,
-            ends,
+            scaled(ends, cost.error, cost.ratio),
             step.reserved_bytes if self.device == "cpu" else None,
             self.timeline.libraries if self.device == "cpu" else None,
+            ends if known else None,
+            *(worst or (None, None)),
         )
 
     def require_prices(self) -> None:
@@ -200,15 +201,12 @@ class Profile:
                 chosen[name] = settings
         return chosen
 
-    def gradient_error(self, assignment: Assignment) -> float | None:
-        """Return the gradient error under `assignment`; None if that of one layer is unknown."""
-        return self._expected(self.cost_of(None, assignment, self.active(assignment)))[0]
+    def noise_ratio(self, assignment: Assignment) -> float | None:
+        """Return the noise ratio under `assignment`, also beside ‖g‖² where all batches are equal.
 
-    def unit_errors(self, assignment: Assignment) -> list[Errors] | None:
-        """Return the errors of each of `groups`, by batch, as if it were alone; None if one is unknown."""
-        active = self.active(assignment)
-        units = [self.cost_of(map(self.layer, group), assignment, active).errors for group in self.groups]
-        return [unit for unit in units if unit is not None] if None not in units else None
+        None if that of one layer is unknown.
+        """
+        return self._expected(self.cost_of(None, assignment, self.active(assignment)))[0]
 
     def cost_of(
         self, layers: Iterable[LayerEntry] | None, assignment: Assignment, active: ActiveDerivations
@@ -219,20 +217,24 @@ class Profile:
     def rerun_cost(self, module: str, settings: LayerSettings) -> Cost:
         """Return what a module costs that runs again: the rounding of its inputs, and its second run."""
         entry = next((entry for entry in self.modules if entry.name == module), None)
-        return Cost(None, 0.0, None) if entry is None else entry.cost(settings)
+        return Cost(None, None, 0.0, None) if entry is None else entry.cost(settings)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
-        """Return the gradient error and its interval, None where unknown."""
-        if cost.errors is None:
+        """Return the noise ratio and its interval, None where unknown."""
+        if cost.ratios is None:
             return None, None
-        return expected(cost.errors, cost.interaction, self.error_floor)
+        return expected(cost.ratios, cost.interaction, self.error_floor)
 
-    def _noise_ratio(self, cost: Cost, error: float | None) -> float | None:
-        """Return the noise ratio of the errors of `cost`, all scaled until their mean is `error`."""
-        if self.noise is None or cost.errors is None or error is None:
-            return None
-        factor = error / cost.error if cost.error else 1.0
-        return self.noise.ratio([each * factor for each in cost.errors])
+    def _worst(
+        self, assignment: Assignment, active: ActiveDerivations, reruns: Collection[str]
+    ) -> tuple[str, float] | None:
+        """Return the parameter with the largest own ratio, by sums of single layers; None if unknown."""
+        ratios = self._prices.by_layer(assignment, active).tolist()
+        rows = [(layer.shares, ratio) for layer, ratio in zip(self.layers, ratios, strict=True)]
+        again = (entry for entry in self.modules if entry.name in reruns)
+        rows += [(entry.shares, entry.cost(assignment[entry.name]).ratio or 0.0) for entry in again]
+        own = summed(rows, len(self.parameters))
+        return None if self.own_noise is None else self.own_noise.largest(own)
 
     def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
         if added_ms is None or self.exact_ms is None:
@@ -244,14 +246,11 @@ class Profile:
         return self._derivations.active(self.timeline.at().under(assignment))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
-        """Return the error of one layer alone, scaled from the nearest option if not measured.
+        """Return the gradient error of one layer alone, scaled from the nearest option if not measured.
 
         None if no option of this kind was measured.
         """
-        if settings.exact:
-            return 0.0
-        errors = self._prices.errors(layer.name, settings)
-        return None if errors is None else statistics.fmean(errors)
+        return 0.0 if settings.exact else self._prices.error(layer.name, settings)
 
     @property
     def exact_ms(self) -> float | None:
@@ -294,7 +293,7 @@ class Profile:
         return profile_html(title, facts, self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document `mesa-tune.profile/1`."""
+        """Return the JSON document `mesa-tune.profile/2`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "schema": schema("profile"),
@@ -308,6 +307,7 @@ class Profile:
             "tiled": None if self.tiled is None else self.tiled.to_dict(),
             "exact": [dict(vars(entry)) for entry in self.exact],
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
+            "parameters": [dict(vars(entry)) for entry in self.parameters],
         }
 
     @classmethod
@@ -328,7 +328,7 @@ class Profile:
             "tiled": TiledStep.from_dict(values["tiled"]) if values.get("tiled") else None,
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
-            "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),
+            "parameters": tuple(ParameterNoise.from_dict(entry) for entry in values["parameters"]),
             "amplifications": rows_from(values.get("amplifications", ())),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
@@ -358,12 +358,12 @@ class Profile:
         tied = {name: tie.layers for tie in self.ties for name in tie.layers}
         return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in self.layers))
 
-    @property
-    def noise(self) -> Noise | None:
-        """The minibatch's own noise at the profiled batch size; None where it was not measured."""
-        if self.gradient_noise is None or self.gradient_scale is None:
+    @cached_property
+    def own_noise(self) -> OwnNoise | None:
+        """The parameters' own noise at the profiled batch size; None where it was not measured."""
+        if self.gradient_noise is None:
             return None
-        return Noise(self.gradient_noise, self.gradient_scale, self.gradient_norms)
+        return OwnNoise(self.parameters, is_known=self.gradient_noise >= NO_NOISE)
 
     @cached_property
     def _tagged(self) -> TaggedLayers:
@@ -397,4 +397,4 @@ class Profile:
     @cached_property
     def _has_errors(self) -> bool:
         options = (option for layer in self.layers for option in layer.options)
-        return any(not option.settings.exact and bool(option.errors) for option in options)
+        return any(not option.settings.exact and bool(option.ratios) for option in options)

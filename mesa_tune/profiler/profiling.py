@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,11 +30,11 @@ from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoint
 from mesa_tune.profiler.errors.derivation import Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS
 from mesa_tune.profiler.errors.joint_error import JointError, representatives
-from mesa_tune.profiler.errors.noise import Noise
+from mesa_tune.profiler.errors.noise import Noise, OwnNoise
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.pricing import LayerPrices, Pricing, interactions
+from mesa_tune.profiler.pricing import LayerPrices, Pricing, calibrated, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
@@ -170,10 +169,8 @@ class _Profiling:
             self._measure_options(traced, range(1))
             return self._assembled(traced, partial=False)
         traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
-        self._measure_options(traced, range(1))
         traced = self._with_noise(traced)
-        self._measure_options(traced, range(1, self.seeds))
-        traced = self._with_measured_noise(traced)
+        self._measure_options(traced, range(self.seeds))
         if self._has_time(traced):
             self.derivations = tuple(self._derivations(traced))
         if self._has_time(traced):
@@ -181,7 +178,8 @@ class _Profiling:
         if not self._has_time(traced):
             note = f"time was up: errors were measured on {counted(self.seeds, 'batch')}"
             traced = replace(traced, notes=(*traced.notes, note))
-        return self._assembled(traced, partial=False)
+        policy = next(self._uniform(_WHOLE_BITS), None)
+        return calibrated(self._assembled(traced, partial=False), policy, self.noise)
 
     def _has_time(self, traced: Profile) -> bool:
         """Return whether there is time left besides that which the times of steps take."""
@@ -204,18 +202,20 @@ class _Profiling:
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
             joint = JointError(self.workload, self.model)
+            joint.take_first_steps()
             goes_on = partial(self._has_time, traced)
             noise = joint.noise(policy, fewest=self.seeds, show=self.show, goes_on=goes_on)
+        draws = self.pricing.draws
         if noise.norms and self.seeds > 1:
-            chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
-            self.pricing = replace(self.pricing, draws=(0, *chosen))
-        norms = tuple([noise.norms[draw] for draw in self._price_draws if noise.norms])
-        self.noise = replace(noise, norms=norms, scale=statistics.fmean(norms) if norms else 1.0)
-        return _with(replace(traced, notes=(*traced.notes, *joint.notes)), self.noise)
+            draws = (0, *[1 + position for position in representatives(noise.norms[1:], self.seeds - 1)])
+        self.noise, self.pricing = noise, replace(self.pricing, draws=draws, own=noise.own)
+        notes = (*traced.notes, *joint.notes, *noise.own.notes)
+        return replace(traced, gradient_noise=noise.relative, parameters=noise.own.parameters, notes=notes)
 
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""
-        floor = JointError(self.workload, self.model).floor(self._price_draws[0])
+        own = self.noise.own
+        floor = JointError(self.workload, self.model, own=own).floor(self._price_draws[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
         modules = ModulePricing(self.watch, whole(traced.timeline.modules))
@@ -224,34 +224,20 @@ class _Profiling:
         draws = self._price_draws[:_INTERACTION_DRAWS]
         for number, draw in enumerate(draws):
             self.show(f"errors of whole policies, batch {number + 1} of {len(draws)}", number / len(draws))
-            joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
+            joint = JointError(self.workload, self.model, own=own)  # caches the exact gradient of this draw
             for bits, policy in policies.items():
-                measured[bits] += joint.errors(policy, [(draw, 0)])
+                measured[bits] += [error.ratio for error in joint.errors(policy, [(draw, 0)])]
             if number == 0:
                 modules.measure(joint, draw)
                 parts.measure(joint, draw)
         priced = self._assembled(traced, partial=True)
         return replace(
             traced,
-            error_floor=floor,
+            error_floor=floor.ratio,
             modules=tuple(modules.entries(priced, forwards)),
             tiled=None if tiled is None else replace(tiled, modules=tuple(parts.entries(priced, forwards))),
             interaction=tuple(interactions(priced, policies, measured)),
         )
-
-    def _with_measured_noise(self, traced: Profile) -> Profile:
-        """Return the profile with norms that predict of a whole policy the mean error that was measured.
-
-        Few batches make the prices: the norms, by which errors count, also bear how far they miss the others.
-        """
-        noise, policy = self.noise, next(self._uniform(_WHOLE_BITS), None)
-        priced = self._assembled(traced, partial=True)
-        predicted = None if policy is None else priced.predict(policy).gradient_noise_ratio
-        factor = (noise.measured_ratio or 0.0) / predicted if predicted else 0.0
-        if not 0 < factor < math.inf:  # also NaN
-            return traced
-        norms = tuple([factor * norm for norm in noise.norms])
-        return _with(traced, replace(noise, norms=norms, scale=factor * noise.scale))
 
     def _at_checkpoints(self) -> Iterator[AtCheckpoint]:
         """Yield noise and the error of uniform 4 bits at each checkpoint; first, as a file may be wrong."""
@@ -276,7 +262,13 @@ class _Profiling:
         tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
         traced = traced_without_memory(tracer, longest, step_ms) or TracedWorkload(tracer, longest)
         self.pricing = Pricing(
-            self.workload, self.model, self.options, traced.rows, traced.timeline, range(self.seeds)
+            self.workload,
+            self.model,
+            self.options,
+            traced.rows,
+            traced.timeline,
+            range(self.seeds),
+            OwnNoise(()),
         )
         return traced.profile(step_ms, notes=self._notes(), resume=self._request())
 
@@ -328,8 +320,9 @@ class _Profiling:
 
     def _continued(self, option: Option, priced: Profile, reach: Reach) -> Option:
         """Return an option of a derivation with errors on all batches."""
-        own = [errors for name in reach.names if (errors := priced.layer(name).errors(option.settings))]
-        return replace(option, errors=continued(option.errors, own)) if own and option.errors else option
+        layers = (priced.layer(name).like(option.settings) for name in reach.names)
+        own = [like.price_ratios for like in layers if like is not None]
+        return continued(option, own) if own and option.ratios else option
 
     def _timed(self, profile: Profile, restore: Callable[[], None], seconds: float) -> Profile:
         """Return the profile with the times of steps, if options were priced; take about `seconds`."""
@@ -347,7 +340,9 @@ class _Profiling:
         return self.measured.get(name, LayerPrices())
 
     def _assembled(self, traced: Profile, *, partial: bool) -> Profile:
-        layers = [replace(layer, options=self._prices(layer.name).options) for layer in traced.layers]
+        measured = [self._prices(layer.name) for layer in traced.layers]
+        pairs = zip(traced.layers, measured, strict=True)
+        layers = [replace(layer, options=one.options, shares=one.shares) for layer, one in pairs]
         return replace(
             traced,
             layers=tuple(layers),
@@ -370,7 +365,7 @@ class _Profiling:
         self.pricing.amplifications.measured = Amplifications(earlier.amplifications).measured
         joint = {name: tie.joint for tie in earlier.ties for name in tie.layers}
         return {
-            layer.name: LayerPrices(layer.options, joint.get(layer.name, ()))
+            layer.name: LayerPrices(layer.options, joint.get(layer.name, ()), layer.shares)
             for layer in earlier.layers
             if layer.options
         }
@@ -386,12 +381,6 @@ class _Profiling:
             self.save(profile)
         elif self.path is not None:
             profile.save(self.path)
-
-
-def _with(profile: Profile, noise: Noise) -> Profile:
-    """Return the profile with this noise."""
-    relative, scale, norms = noise.relative, noise.scale, noise.norms
-    return replace(profile, gradient_noise=relative, gradient_scale=scale, gradient_norms=norms)
 
 
 def _is_plain(option: LayerSettings) -> bool:

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from mesa_tune.errors import RunError, options
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
-from mesa_tune.profiler.errors.by_group import GroupError, errors_by_group
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
+from mesa_tune.profiler.errors.by_group import GroupError
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS
+from mesa_tune.profiler.errors.unseen import BATCHES, unseen_errors, unseen_errors_by_group
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.shown import QUANTITIES, quantities_html
@@ -34,11 +34,8 @@ from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
-UNUSED_SEEDS = UNUSED_DRAWS = 500_000
-"""The first rounding seed and the first batch that neither profile nor search uses."""
-BATCHES = 8
-"""Batches on which the gradient error is measured."""
 _REMEDY = "make it again with `mesa-tune verify --force`"
+_OF_PARAMETERS = ("gradient_noise_ratio", "worst_parameter", "worst_own_ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,8 @@ class Verification:
     """Measurements of a workload's steps under a policy, of its plain steps, and the prediction.
 
     `gradient_errors`: relative squared errors, batch by batch, one for each rounding seed; `gradient_error`
-    is their mean, `gradient_noise_ratio` that of more batches over these batches' own noise (`Noise`).
+    is their mean, `gradient_noise_ratio` that of more batches beside the parameters' own noise on these, and
+    `worst_own_ratio` the largest of a parameter, or part of one.
     `checkpoints`: error and noise with the weights of each checkpoint of the workload.
     `step_ratio`: None if the two steps could not be timed in turn. `groups`: errors by group of parameters,
     the first of all; empty unless asked for.
@@ -85,6 +83,8 @@ class Verification:
     gradient_noise_ratio: float | None = None
     checkpoints: tuple[AtCheckpoint, ...] = ()
     groups: tuple[GroupError, ...] = ()
+    worst_parameter: str | None = None
+    worst_own_ratio: float | None = None
 
     @property
     def gradient_error(self) -> float | None:
@@ -163,6 +163,8 @@ class Verification:
         measured = {
             "gradient_error": self.gradient_error,
             "gradient_noise_ratio": self.gradient_noise_ratio,
+            "worst_parameter": self.worst_parameter,
+            "worst_own_ratio": self.worst_own_ratio,
         }
         return {
             "schema": schema("verify"),
@@ -187,7 +189,7 @@ class Verification:
             "baseline": _measured_from(values["baseline"]),
             "policy": _measured_from(values["policy"]),
             "gradient_errors": tuple(float(error) for error in values["gradient_errors"]),
-            "gradient_noise_ratio": values["policy"].get("gradient_noise_ratio"),
+            **{name: values["policy"].get(name) for name in _OF_PARAMETERS},
             "step_ratio": None if ratio is None else typed(Ratio, ratio),
             "predicted": None if predicted is None else Prediction.from_dict(predicted),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
@@ -223,14 +225,15 @@ def verify(
 ) -> Verification:
     """Measure memory, time and gradient error of real training steps of `workload` under `policy`.
 
-    Memory is measured in the second step of the plain model, and of a converted one, on the longest of the
-    first draws of the batch. `steps` pairs of steps, plain and policy in turn, are timed after a warm-up
-    pair. The gradient error is measured on `BATCHES` batches, with `seeds` rounding seeds each, and at each
-    checkpoint of the workload on `seeds` batches. `by_group`: also measure it within each group of the
-    optimizer (of one with a single group: within each top-level module), and with gradients divided by √v̂ + ε
-    of Adam, after `STATE_STEPS` plain steps have made its state. `predicted` becomes part of the result.
-    Random generators are restored. If the plain step runs out of memory, its bytes and times are None; exact
-    gradients are then computed by running modules again in backward.
+    Memory is measured in the second step of the plain model, and in the first and the second step of a
+    converted one, whichever takes more, on the longest of the first draws of the batch. `steps` pairs of
+    steps, plain and policy in turn, are timed after a warm-up pair. The gradient error is measured on
+    `BATCHES` batches, with `seeds` rounding seeds each, after the first steps that `Workload.steps_before`
+    says, and at each checkpoint of the workload on `seeds` batches. `by_group`: also measure it within each
+    group of the optimizer (of one with a single group: within each top-level module), and with gradients
+    divided by √v̂ + ε of Adam, after `STATE_STEPS` plain steps have made its state. `predicted` becomes part
+    of the result. Random generators are restored. If the plain step runs out of memory, its bytes and times
+    are None; exact gradients are then computed by running modules again in backward.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -242,7 +245,8 @@ def verify(
     with workload.same_random_state():
         draw = longest_batch(workload).draw
         plain = unless_out_of_memory(lambda: _memory(workload, None, draw))
-        packed = unless_out_of_memory(lambda: _memory(workload, policy, draw))
+        # After a plain step the optimizer has its state, and the first step of a converted model takes all.
+        packed = unless_out_of_memory(lambda: _memory(workload, policy, draw, after_plain=plain is not None))
         if packed is None:
             raise RunError(
                 f"out of memory on {workload.device}: a step of batch size {workload.batch_size} does not "
@@ -251,16 +255,21 @@ def verify(
             ) from MemoryError()
         times = _times(workload, policy, draw, steps, plain_fits=plain is not None)
         if plain is None:
-            found = unless_out_of_memory(lambda: _gradient_errors(workload, policy, seeds, checkpointed=True))
+            found = unless_out_of_memory(lambda: unseen_errors(workload, policy, seeds, checkpointed=True))
         else:
-            found = _gradient_errors(workload, policy, seeds)
-        errors, ratio, entries = found or ([], None, ())
-        groups = _by_group(workload, policy, seeds, checkpointed=plain is None) if by_group else ()
+            found = unseen_errors(workload, policy, seeds)
+        errors, noise, entries = found or ([], None, ())
+        groups = (
+            unseen_errors_by_group(workload, policy, seeds, checkpointed=plain is None) if by_group else ()
+        )
+    worst = None if noise is None else noise.worst
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
         gradient_errors=tuple(errors),
-        gradient_noise_ratio=ratio,
+        gradient_noise_ratio=None if noise is None else noise.measured_ratio,
+        worst_parameter=None if worst is None else worst[0],
+        worst_own_ratio=None if worst is None else worst[1],
         checkpoints=tuple(entries),
         groups=groups,
         step_ratio=times.ratio,
@@ -275,16 +284,21 @@ def verify(
 class _Training:
     """A model of the workload with optimizer and a drawn batch; converted if there is a policy."""
 
-    def __init__(self, workload: Workload, policy: Policy | None, draw: int) -> None:
+    def __init__(self, workload: Workload, policy: Policy | None, draw: int, *, later: bool = False) -> None:
         self.workload = workload
         self.policy = policy
         self.model = workload.build()
-        if policy is not None:
-            convert(self.model, policy, seed=workload.seed)
+        if not later:
+            self.convert()
         self.batch = workload.make_batch(draw=draw)
         self.optimizer = workload.make_optimizer(self.model)
         self.stepper = workload.stepper(self.optimizer, check=False)
         self.clock = clock_of(workload.device)
+
+    def convert(self) -> None:
+        """Convert the model, if there is a policy."""
+        if self.policy is not None:
+            convert(self.model, self.policy, seed=self.workload.seed)
 
     def forward(self) -> Context:
         """Return the context of a forward and its loss."""
@@ -304,12 +318,14 @@ class _Times:
     ratio: Ratio | None
 
 
-def _memory(workload: Workload, policy: Policy | None, draw: int) -> StepMemory:
-    training = _Training(workload, policy, draw)
+def _memory(workload: Workload, policy: Policy | None, draw: int, *, after_plain: bool = False) -> StepMemory:
+    training = _Training(workload, policy, draw, later=after_plain)
     if workload.step is None:
         # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
         workload.compute_loss(training.model, training.batch)
-    return measure_second_step(training.stepper, training.model, training.batch, training.forward)
+    convert = training.convert if after_plain else None
+    stepper, model, batch = training.stepper, training.model, training.batch
+    return measure_second_step(stepper, model, batch, training.forward, convert=convert)
 
 
 def _times(workload: Workload, policy: Policy, draw: int, steps: int, *, plain_fits: bool) -> _Times:
@@ -339,46 +355,6 @@ def _alone(workload: Workload, policy: Policy | None, draw: int, steps: int) -> 
     training = _Training(workload, policy, draw)
     training.timed_step()
     return statistics.median(training.timed_step() for _ in range(steps))
-
-
-def _gradient_errors(
-    workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool = False
-) -> tuple[list[float], float | None, list[AtCheckpoint]]:
-    """Return errors on batches and with rounding seeds that neither profile nor search uses.
-
-    Also return the noise ratio, and both at each checkpoint.
-    """
-    joint, draws = (
-        JointError(workload, checkpointed=checkpointed),
-        range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES),
-    )
-    numbers = range(UNUSED_SEEDS, UNUSED_SEEDS + seeds)
-    by_batch = [joint.errors(policy, [(draw, number) for number in numbers]) for draw in draws]
-    if not all(map(math.isfinite, chain(*by_batch))):
-        raise RunError(
-            "under this policy a gradient has infinite or NaN elements, that of the plain step has none\n"
-            "find the layer by giving parts of the model `enable: False`, and store it in more bits"
-        )
-    ratio, errors = joint.noise(policy, first=UNUSED_DRAWS).measured_ratio, list(chain(*by_batch))
-    model = joint.model
-    del joint  # it refers to gradients
-    entries = at_checkpoints(
-        workload, model, policy, batches=seeds, first_seed=UNUSED_SEEDS, checkpointed=checkpointed
-    )
-    return errors, ratio, list(entries)
-
-
-def _by_group(
-    workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool
-) -> tuple[GroupError, ...]:
-    """Return the errors within groups, on the same batches and with the same seeds; none if out of memory."""
-    pairs = [(UNUSED_DRAWS + batch, UNUSED_SEEDS + seed) for batch in range(BATCHES) for seed in range(seeds)]
-
-    def measured() -> list[GroupError]:
-        joint = JointError(workload, checkpointed=checkpointed)
-        return errors_by_group(joint, policy, pairs, UNUSED_DRAWS + NOISE_STEPS)
-
-    return tuple(unless_out_of_memory(measured) or ())
 
 
 def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:

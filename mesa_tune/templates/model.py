@@ -25,6 +25,10 @@ BATCH_SIZE = 1024
 # Uncomment to measure gradient errors at several points of training, too: files of weights (state_dicts).
 # CHECKPOINTS = ["step20.pt", "step300.pt"]
 
+# Uncomment to take training steps before errors are measured. Without it, they are taken only while some
+# weights have gradients of exactly zero, as LoRA's have before its first step.
+# STEPS_BEFORE = 100
+
 
 def model():
     """Return the model, ready for training. mesa-tune moves it to the device."""

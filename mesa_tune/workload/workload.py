@@ -40,7 +40,8 @@ class Workload:
     None, `bfloat16` or `float16`. `accumulation`, `clip_norm`, `scaler` and `set_to_none`: see
     `TrainingStep`. `step(model, batch, optimizer)`: the whole training step, where these do not say it; then
     `loss` is not needed, and autocast is the step's own. `checkpoints`: files of weights from several points
-    of training, as `torch.save` writes a state_dict.
+    of training, as `torch.save` writes a state_dict. `steps_before`: training steps that are taken before
+    gradient errors are measured; None: until no weight has a gradient of exactly zero (`take_first_steps`).
     `path` and `fingerprint` (SHA-256 of the content, local modules included) are those of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
@@ -62,6 +63,7 @@ class Workload:
     set_to_none: bool = True
     step: StepFunction | None = None
     checkpoints: Sequence[str | Path] = ()
+    steps_before: int | None = None
     path: Path | None = None
     fingerprint: str | None = None
 
@@ -70,6 +72,7 @@ class Workload:
         _require_device(str(self.device))
         _require_autocast(self.autocast)
         _require_paths(self.checkpoints)
+        _require_steps(self.steps_before)
         _require_one_step(self.step, self.loss, self.training_step.changed(), self.autocast)
         object.__setattr__(self, "device", str(self.device))
 
@@ -104,6 +107,7 @@ class Workload:
             step=names.get("step"),
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
             checkpoints=_beside(path, names.get("CHECKPOINTS", ())),
+            steps_before=names.get("STEPS_BEFORE"),
             fingerprint=fingerprint,
         )
 
@@ -123,6 +127,7 @@ class Workload:
             "seed": self.seed,
             **self.training_step.changed(),
             **({"checkpoints": [str(each) for each in self.checkpoints]} if self.checkpoints else {}),
+            **({} if self.steps_before is None else {"steps_before": self.steps_before}),
         }
 
     @property
@@ -293,6 +298,14 @@ def _require_batch_size(batch_size: object) -> None:
         raise WorkloadError(
             f"batch size {batch_size!r}: must be an integer of at least 1\n"
             "give one with --batch-size or BATCH_SIZE"
+        )
+
+
+def _require_steps(steps: object) -> None:
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
+        raise WorkloadError(
+            f"STEPS_BEFORE = {steps!r}: must be a number of training steps\n"
+            "0 measures the model as it is; without it, steps are taken only while gradients are zero"
         )
 
 

@@ -91,13 +91,13 @@ class Task:
         def policy_of(chosen: Chosen) -> Policy:
             return policy_at(profile, program.space, chosen)
 
-        scope = Scope(program, self.solved, self.limits, policy_of, self.seed)
+        is_known = profile.own_noise is not None and profile.own_noise.is_known
+        scope = Scope(program, self.solved, self.limits, policy_of, self.seed, is_known)
         if self.objective == "error":
             return LeastError(scope, measure)
-        noise = None if self.limits.noise is None or profile.noise is None else profile.noise.relative
         if self.objective == "time":
-            return FastestStep(scope, measure, noise)
-        return LowestPeak(scope, measure, noise, profile.plain_ms(self.batch_size))
+            return FastestStep(scope, measure)
+        return LowestPeak(scope, measure, profile.plain_ms(self.batch_size))
 
 
 @dataclass(frozen=True)

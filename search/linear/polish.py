@@ -1,4 +1,4 @@
-"""Polishing of a solution: fewer saved bytes, or less error, at the same cost.
+"""Polishing of a solution: fewer saved bytes at the same cost.
 
 The hard part: the solver stops within 1e-6 of the best cost, and has no preference among plans of equal
 cost. So it may compress a layer of almost no error whose exact tensor is alive anyway, and the packed copy
@@ -21,12 +21,11 @@ def polished(
     chosen: Sequence[int],
     costs: Floats,
     allowed: NDArray[np.bool_],
-    further: Floats | None = None,
 ) -> tuple[int, ...]:
     """Replace the choices of single units in `chosen` by better ones that cost no more.
 
-    Better are lower `further` costs, if given, then fewer saved bytes, then lower costs. The result is within
-    `limits`. `costs`, `further` and `allowed` have one element per choice.
+    Better are fewer saved bytes, then lower costs. The result is within `limits`. `costs` and `allowed` have
+    one element per choice.
     """
     ends = np.cumsum([len(unit.choices) for unit in space.units])
     best = tuple(chosen)
@@ -34,8 +33,7 @@ def polished(
         columns = slice(end - len(space.units[number].choices), end)
         if best[number] != NONE:
             # One unit at a time: what a unit saves depends on the units before it.
-            second = None if further is None else further[columns]
-            best = _best(space, limits, best, number, costs[columns], allowed[columns], second)
+            best = _best(space, limits, best, number, costs[columns], allowed[columns])
     return best
 
 
@@ -46,32 +44,29 @@ def _best(
     number: int,
     costs: Floats,
     allowed: NDArray[np.bool_],
-    further: Floats | None,
 ) -> tuple[int, ...]:
     """Return `chosen` with the best choice of unit `number` that costs no more."""
     choices, now = space.units[number].choices, chosen[number]
-    second = np.zeros(len(choices)) if further is None else further
     rivals = [
         position
         for position, choice in enumerate(choices)
         if position != now
         and allowed[position]
         and costs[position] <= costs[now]
-        and second[position] <= second[now]
-        and _may_replace(choice, choices[now], saving=further is None)
+        and _may_replace(choice, choices[now])
     ]
-    best, least = chosen, (second[now], space.saved(chosen), costs[now]) if rivals else (0.0, 0, 0.0)
+    best, least = chosen, (space.saved(chosen), costs[now]) if rivals else (0, 0.0)
     for position in rivals:
         candidate = (*chosen[:number], position, *chosen[number + 1 :])
-        value = (second[position], space.saved(candidate), costs[position])
+        value = (space.saved(candidate), costs[position])
         if value < least and limits.allow(space, candidate):
             best, least = candidate, value
     return best
 
 
-def _may_replace(choice: Choice, now: Choice, *, saving: bool) -> bool:
+def _may_replace(choice: Choice, now: Choice) -> bool:
     # Only the solver may change whether a cluster derives, as that concerns several units.
-    if choice.derived != now.derived:
+    if choice.derived != now.derived or choice.root > now.root:
         return False
     # The saved bytes of links are not in `choice.saved`, so this drops no choice that saves bytes.
-    return not saving or choice.saved <= now.saved
+    return choice.saved <= now.saved

@@ -1,4 +1,7 @@
-"""A space as rows of a linear program. Columns: every choice of every unit, of every module, every link."""
+"""A space as rows of a linear program.
+
+Columns: every choice of every unit and of every module, every link, and the interaction of their noise.
+"""
 
 from __future__ import annotations
 
@@ -139,44 +142,60 @@ class Rows:
         if limits.bias is not None:
             yield _limit(self.of_choices(lambda choice: choice.bias), limits.bias, limits.bias)
         if limits.noise is not None:
-            # If already the floor of the error exceeds the limit, only choices without an error are left.
-            noise = limits.noise if self._interacting[2] * space.floor <= limits.noise else 0.0
-            yield _limit(self.noise, noise, limits.noise)
+            # If already the floor of the ratio exceeds the limit, only choices without an error are left.
+            noise = limits.noise if space.floor <= limits.noise else 0.0
+            interacting = np.append(self.noise, np.zeros(len(space.links) + 1))
+            interacting[self.interaction] = 1.0
+            yield _limit(interacting, noise, limits.noise)
+
+    @property
+    def interaction(self) -> int:
+        """The column of the interaction, after all others: what is added to the sum of noise ratios."""
+        return len(self.parts)
 
     @cached_property
     def noise(self) -> Floats:
-        """The noise ratio of each choice by itself. All must be known."""
-        return np.array([choice.noise for choice in self.choices], dtype=np.float64)
+        """The noise ratio of each choice by itself."""
+        return self.of_choices(attrgetter("noise"))
 
-    def interaction(self, values: Floats, limit: float, slope: float | None = None) -> Row:
-        """Return a row that every choice within the noise ratio `limit` meets, and `values` may not.
+    def interacting(self, values: Floats) -> Row:
+        """Return a row that the interaction of all choices meets, and exactly so that of `values`.
 
-        The ratio is R + I R / E, of the sums R of ratios and E of errors, and the interaction I = S² − W, of
-        the sums S of roots and W of weights. A tangent is below the square: S² ≥ 2 S₀ S − S₀², with S₀ at
-        `values`. R / E is at least the least of any choice. Another `slope` in its place cuts off more, and
-        maybe some choices within the limit.
+        The interaction is I = S² − W, of the sums S of roots and W of weights. A tangent is below the square:
+        S² ≥ 2 S₀ S − S₀², with S₀ at `values`.
         """
-        roots, weights, least = self._interacting
-        slope = least if slope is None else slope
+        roots, weights = self._roots_and_weights
         present = float(roots @ values[: len(self.choices)])
-        row = self.noise + slope * (2 * present * roots - weights)
-        return _limit(row, limit + slope * present**2, limit)
+        columns, row = _sparse(2 * present * roots - weights)
+        return Row(np.append(columns, self.interaction), np.append(row, -1.0), -np.inf, present**2)
 
-    def other_than(self, chosen: Sequence[int]) -> Row:
-        """Return a row that every choice with another noise ratio than `chosen` meets."""
-        columns = [column for column in self.columns(chosen) if self.noise[column]]
-        return _row(columns, np.ones(len(columns)), -np.inf, len(columns) - 1.0)
+    def worst(self, values: Floats, limit: float) -> list[Row]:
+        """Return a row for each parameter whose own noise ratio in `values` exceeds `limit`."""
+        columns, parts, shares = self._shares
+        own = np.zeros(int(parts.max(initial=-1)) + 1)
+        np.add.at(own, parts, shares * values[columns])
+        rows = []
+        for part in np.flatnonzero(own > limit * (1 + 1e-6)):
+            mine = parts == part
+            rows.append(Row(columns[mine], shares[mine] / limit, -np.inf, 1.0))
+        return rows
 
     @cached_property
-    def errors(self) -> Floats:
-        """The gradient error of each choice."""
-        return self.of_choices(attrgetter("error"))
+    def _shares(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+        """Columns, parts, and the own noise ratio of the part in that choice."""
+        entries = [
+            (column, part, share * self.noise[column])
+            for number, decision in enumerate(self.space.decisions)
+            for part, share in decision.shares
+            for column in self._columns_of(number)
+            if self.noise[column]
+        ]
+        columns, parts, shares = zip(*entries, strict=True) if entries else ((), (), ())
+        return np.array(columns, np.int64), np.array(parts, np.int64), np.array(shares, np.float64)
 
     @cached_property
-    def _interacting(self) -> tuple[Floats, Floats, float]:
-        ratios = self.noise[self.errors > 0] / self.errors[self.errors > 0]
-        roots, weights = (self.of_choices(attrgetter(name)) for name in ("root", "weight"))
-        return roots, weights, float(ratios.min()) if len(ratios) else 0.0
+    def _roots_and_weights(self) -> tuple[Floats, Floats]:
+        return self.of_choices(attrgetter("root")), self.of_choices(attrgetter("weight"))
 
 
 def exceeds(row: Row, values: Floats) -> bool:

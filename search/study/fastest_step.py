@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from mesa_tune.search.objectives import to_same_result
+from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope, standard_error
 from mesa_tune.search.study.moves import TimeMoves
 from mesa_tune.search.study.within_noise import FRESH_ROUNDS, MORE_ROUNDS, ROUNDS, WithinNoise
 
 
 class FastestStep(WithinNoise):
-    """Minimise the step's time over the plain step's."""
+    """Minimise the time to the same result over the plain step's."""
 
-    def __init__(self, scope: Scope, meter: Meter, relative: float | None) -> None:
+    def __init__(self, scope: Scope, meter: Meter) -> None:
         self.times = TimeMoves(scope.program, scope.limits)
-        super().__init__(scope, meter, self.times, relative)
+        super().__init__(scope, meter, self.times)
 
     def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:
         """Return at every other slot the times that explain what was measured so far."""
@@ -40,20 +42,26 @@ class FastestStep(WithinNoise):
         policy = self.policy_of(chosen)
         errors = self.screened(policy)
         if trials and self.excess(self.ratio(errors)) > 0:
-            predicted = self.space.ms(chosen) / self.space.ms(self.solved)
+            predicted = self._predicted(chosen) / self._predicted(self.solved)
             return Finished(chosen, errors, predicted * trials[0].value)
         paces = self.paces(policy, ROUNDS)
         if not trials or statistics.median(paces) - standard_error(paces) < self.best(trials).value:
             paces += self.paces(policy, MORE_ROUNDS)
-        return Finished(chosen, errors, statistics.median(paces), tuple(paces))
+        value = to_same_result(statistics.median(paces), self.ratio(errors) or 0.0)
+        return Finished(chosen, errors, value, tuple(paces))
 
-    def better(self, chosen: Chosen) -> str:
+    def _predicted(self, chosen: Chosen) -> float:
+        return to_same_result(self.space.ms(chosen), self.space.noise(chosen) if self.is_known else 0.0)
+
+    def better(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
         """Return the part of the time that is won, if it is more than two standard errors."""
         policies = [self.policy_of(self.solved), self.policy_of(chosen)]
-        gains = [1 - after / before for before, after in self.meter.step_times(policies, FRESH_ROUNDS)]
+        noise = [to_same_result(1.0, measured.noise_ratio or 0.0) for measured in (solved, found)]
+        times = self.meter.step_times(policies, FRESH_ROUNDS)
+        gains = [1 - (after * noise[1]) / (before * noise[0]) for before, after in times]
         gain, error = statistics.fmean(gains), standard_error(gains)
         return f"{gain:.1%} ± {error:.1%} of the step's time in fresh steps" if gain > 2 * error else ""
 
     def status(self, trials: Sequence[Finished]) -> str:
-        """Return the fastest step so far beside the exact solution's."""
-        return f"step {self.best(trials).value:.3f}x, solved {trials[0].value:.3f}x"
+        """Return the least time so far beside the exact solution's."""
+        return f"time {self.best(trials).value:.3f}x, solved {trials[0].value:.3f}x"

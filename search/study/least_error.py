@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mesa_tune.profiler.errors.joint_error import GradientError
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import (
     FULL,
@@ -57,12 +58,13 @@ class LeastError(LocalSearch):
         policy = self.policy_of(chosen)
         if not trials:
             errors = self.meter.errors(policy, FULL)
-            return Finished(chosen, tuple(errors), statistics.fmean(errors))
+            return Finished(chosen, tuple(errors), statistics.fmean(error.ratio for error in errors))
         errors = self.meter.errors(policy, SCREEN)
         if _promising(errors, self.best(trials).errors):
             errors = [*errors, *self.meter.errors(policy, FULL[len(SCREEN) :])]
         first = trials[0]
-        value = first.value * sum(errors) / sum(first.errors[: len(errors)])
+        sums = [sum(error.ratio for error in each) for each in (errors, first.errors[: len(errors)])]
+        value = first.value * sums[0] / sums[1]
         return Finished(chosen, tuple(errors), value)
 
     def gain(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
@@ -70,14 +72,15 @@ class LeastError(LocalSearch):
         if found.gain <= 2 * found.gain_error:
             return ""
         gain, error = found.gain / found.solved, found.gain_error / found.solved
-        return f"{gain:.1%} ± {error:.1%} of gradient error on fresh batches"
+        return f"{gain:.1%} ± {error:.1%} of the noise ratio on fresh batches"
 
     def status(self, trials: Sequence[Finished]) -> str:
         """Return the lowest error so far beside the exact solution's."""
-        return f"gradient error {self.best(trials).value:.3g}, solved {trials[0].value:.3g}"
+        return f"noise ratio {self.best(trials).value:.3g}, solved {trials[0].value:.3g}"
 
 
-def _promising(errors: Sequence[float], best: Sequence[float]) -> bool:
+def _promising(errors: Sequence[GradientError], best: Sequence[GradientError]) -> bool:
     """Return False if the trial is worse than the best by more than a standard error of the difference."""
-    gains = [before - after for before, after in zip(best[: len(errors)], errors, strict=True)]
-    return bool(np.isfinite(errors).all()) and statistics.fmean(gains) > -standard_error(gains)
+    pairs = zip(best[: len(errors)], errors, strict=True)
+    gains = [before.ratio - after.ratio for before, after in pairs]
+    return bool(np.isfinite(gains).all()) and statistics.fmean(gains) > -standard_error(gains)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.fleet.trials import Standing, Trials
 from mesa_tune.search.plan import Measurement, TrialEntry
@@ -92,7 +92,7 @@ class Finished:
     """
 
     chosen: Chosen
-    errors: tuple[float, ...]
+    errors: tuple[GradientError, ...]
     value: float
     paces: tuple[float, ...] = ()
     hardware: str = ""
@@ -111,12 +111,8 @@ class Finished:
 class Meter(Protocol):
     """What a study measures."""
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         """Return the error of `policy` at each pair, infinite for a gradient with NaN; deterministic."""
-        ...
-
-    def norms(self, draws: Sequence[int]) -> list[float]:
-        """Return ‖g‖² of the exact gradient of each batch."""
         ...
 
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
@@ -128,7 +124,7 @@ class Meter(Protocol):
 class Scope:
     """What is searched: plans of `program` around its exact solution `solved`, within `limits`.
 
-    `policy_of`: the policy of a plan. `seed`: of all samplers.
+    `policy_of`: the policy of a plan. `seed`: of all samplers. `is_known`: whether the batches have noise.
     """
 
     program: Program
@@ -136,6 +132,7 @@ class Scope:
     limits: Limits
     policy_of: Callable[[Chosen], Policy]
     seed: int
+    is_known: bool = True
 
 
 class LocalSearch(ABC):
@@ -147,6 +144,7 @@ class LocalSearch(ABC):
         self.limits = scope.limits
         self.policy_of = scope.policy_of
         self.seed = scope.seed
+        self.is_known = scope.is_known
         self.meter = meter
         self.moves = moves
         self._known: dict[int, Finished] = {}
@@ -179,9 +177,9 @@ class LocalSearch(ABC):
         """Return True if what was measured is within the limits."""
         return True
 
-    def ratio(self, errors: Sequence[float], pairs: Sequence[Pair] = FULL) -> float | None:
-        """Return the noise ratio that errors at the first of `pairs` show, None if it is unknown."""
-        return None
+    def ratio(self, errors: Sequence[GradientError]) -> float | None:
+        """Return the noise ratio that errors show, None if it is unknown."""
+        return statistics.fmean(error.ratio for error in errors) if self.is_known else None
 
     def candidates(self, trials: Sequence[Finished], solved: Measurement) -> list[Chosen]:
         """Return the plans to confirm, in order; `solved` is a fresh measurement of the exact solution."""
@@ -203,14 +201,14 @@ class LocalSearch(ABC):
         before = errors = self.meter.errors(self.policy_of(self.solved), pairs)
         if chosen != self.solved:
             errors = self.meter.errors(self.policy_of(chosen), pairs)
-        return measurement(errors, before, self.ratio(errors, pairs))
+        return measurement(errors, before, self.ratio(errors))
 
     def _history(self, trials: Sequence[Finished]) -> tuple[TrialEntry, ...]:
         return tuple(
             TrialEntry(
                 value=_finite(trial.value),
                 peak_bytes=int(self.space.live(trial.chosen).max()),
-                gradient_error=_finite(statistics.fmean(trial.errors)),
+                gradient_error=_finite(statistics.fmean(error.error for error in trial.errors)),
                 noise_ratio=_finite(self.ratio(trial.errors)),
                 is_within=self.is_inside(trial),
                 is_whole=trial.is_whole,
@@ -258,8 +256,9 @@ class LocalSearch(ABC):
                     for name, distribution in trial.distributions.items()
                 }
                 attributes = trial.user_attrs
-                for name in ("chosen", "errors", "paces"):
+                for name in ("chosen", "paces"):
                     attributes[name] = tuple(attributes[name])
+                attributes["errors"] = tuple(GradientError(*pair) for pair in attributes["errors"])
                 chosen, errors, paces = (attributes[name] for name in ("chosen", "errors", "paces"))
                 self._known[trial.number] = Finished(
                     chosen, errors, trial.value, paces, attributes["hardware"]
@@ -305,14 +304,14 @@ class LocalSearch(ABC):
 
 
 def measurement(
-    errors: Sequence[float], solved: Sequence[float], noise_ratio: float | None = None
+    errors: Sequence[GradientError], solved: Sequence[GradientError], noise_ratio: float | None = None
 ) -> Measurement:
     """Return the means of errors at the same pairs, and the paired difference with its standard error."""
-    gains = [before - after for before, after in zip(solved, errors, strict=True)]
+    gains = [before.ratio - after.ratio for before, after in zip(solved, errors, strict=True)]
     return Measurement(
-        gradient_error=statistics.fmean(errors),
-        standard_error=standard_error(errors),
-        solved=statistics.fmean(solved),
+        gradient_error=statistics.fmean(error.error for error in errors),
+        standard_error=standard_error([error.error for error in errors]),
+        solved=statistics.fmean(error.ratio for error in solved),
         gain=statistics.fmean(gains),
         gain_error=standard_error(gains),
         pairs=len(errors),

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from mesa_tune.policy import Policy
+from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope
 from mesa_tune.search.study.moves import TIME_MARGIN, PeakMoves
 from mesa_tune.search.study.within_noise import FRESH_ROUNDS, ROUNDS, WithinNoise
@@ -18,8 +19,8 @@ TIME_AIM = 0.98
 class LowestPeak(WithinNoise):
     """Minimise the predicted peak over the exact solution's. `plain_ms`: of the profile's plain step."""
 
-    def __init__(self, scope: Scope, meter: Meter, relative: float | None, plain_ms: float) -> None:
-        super().__init__(scope, meter, PeakMoves(scope.program, scope.limits), relative)
+    def __init__(self, scope: Scope, meter: Meter, plain_ms: float) -> None:
+        super().__init__(scope, meter, PeakMoves(scope.program, scope.limits))
         self.plain_ms = plain_ms
         self.slowdown = None if self.limits.ms is None else self.limits.ms / plain_ms
 
@@ -35,7 +36,7 @@ class LowestPeak(WithinNoise):
         paces = self.paces(policy, ROUNDS) if timed else []
         return Finished(chosen, errors, self._peak(chosen) / self._peak(self.solved), tuple(paces))
 
-    def better(self, chosen: Chosen) -> str:
+    def better(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
         """Return the part of the peak that is won, if the step is not too slow; or that the solved one is."""
         gain, slower = 1 - self._peak(chosen) / self._peak(self.solved), ""
         if self.slowdown:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
+from mesa_tune.search.objectives import WEIGHT
 from mesa_tune.search.problem import NONE, Floats, Limits
 from mesa_tune.search.solver import Program
 from mesa_tune.search.study.fitting import drawn_factors
@@ -61,6 +62,11 @@ class Moves(ABC):
 
         `generator`: for what is no parameter of the trial, but drawn.
         """
+
+    @property
+    def price(self) -> float:
+        """Milliseconds that a noise ratio of 1 costs, of a step as fast as the fastest choices."""
+        return WEIGHT * self.program.space.base_ms if self.limits.noise is not None else 0.0
 
     def with_margin(self, trial: Any) -> Limits:
         """Return the limits with another one on the noise ratio, if there is one."""
@@ -155,10 +161,9 @@ class TimeMoves(KindMoves):
     def propose(self, trial: Any, best: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
         limits, program = self.with_margin(trial), self.program
-        times, further = program.quiet_times(self.limits, self._factors(trial)), program.errors
-        solution = None
+        times, price, solution = program.times * self._factors(trial), self.price, None
         with suppress(TimeUpError):
-            solution = program.solve(limits, times, gap=_TIME_GAP, further=further, deadline=_soon())
+            solution = program.solve(limits, times, price=price, gap=_TIME_GAP, deadline=_soon())
         return tuple(best) if solution is None else solution.chosen
 
 
@@ -182,8 +187,9 @@ class PeakMoves(Moves):
             solution = program.smallest_peak(limits, gap=_GAP, deadline=_soon())
             if solution is not None:
                 limits = replace(limits, peak=int(solution.cost))
-                times = program.quiet_times(self.limits)
-                faster = program.solve(limits, times, gap=_TIME_GAP, deadline=_soon())
+                faster = program.solve(
+                    limits, program.times, price=self.price, gap=_TIME_GAP, deadline=_soon()
+                )
                 solution = faster or solution
         return tuple(best) if solution is None else solution.chosen
 
@@ -207,7 +213,7 @@ class ErrorMoves(KindMoves):
         self, plans: Sequence[Sequence[int]], measured: Floats, generator: np.random.Generator
     ) -> dict[str, Any]:
         """Return trial parameters with errors that explain the `measured` ones of `plans`."""
-        rows = self._rows(self.program.errors, plans)
+        rows = self._rows(self.program.noise, plans)
         spreads = np.full(rows.shape[1], _PRICE_SPREAD)
         factors = drawn_factors(rows, measured, _PRICE_ERROR * measured, spreads, generator)
         return {**self.neutral, **self._named(factors)}
@@ -220,7 +226,8 @@ class ErrorMoves(KindMoves):
             factors = self._factors(trial)
         else:
             factors, allowed = self._exchanged(trial, best, generator)
-        solution, errors = None, self.program.errors * factors
+        # The factors are of the sums; the interaction costs what it is.
+        solution, errors = None, self.program.noise * (factors - 1.0)
         with suppress(TimeUpError):
             solution = self.program.solve(self.limits, errors, gap=_GAP, allowed=allowed, deadline=_soon())
         return tuple(best) if solution is None else solution.chosen

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import GradientError
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import (
     FULL,
@@ -23,11 +23,9 @@ from mesa_tune.search.study.local_search import (
     Chosen,
     Finished,
     LocalSearch,
-    Meter,
-    Scope,
     standard_error,
 )
-from mesa_tune.search.study.moves import MARGIN, Moves
+from mesa_tune.search.study.moves import MARGIN
 
 ROUNDS, MORE_ROUNDS, FRESH_ROUNDS = 6, 12, 32
 """Rounds of timed steps: of every trial in the limits, of promising ones besides, and of the confirmation."""
@@ -40,33 +38,11 @@ CANDIDATES = 4
 
 
 class WithinNoise(LocalSearch):
-    """Search for a better plan whose measured noise ratio is within the limit.
-
-    `relative`: the noise of the batches over mean ‖g‖²; None if it is unknown, and then `limits` has no noise
-    ratio.
-    """
-
-    def __init__(self, scope: Scope, meter: Meter, moves: Moves, relative: float | None) -> None:
-        super().__init__(scope, meter, moves)
-        self.relative = relative
+    """Search for a better plan whose measured noise ratio is within the limit."""
 
     @abstractmethod
-    def better(self, chosen: Chosen) -> str:
+    def better(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
         """Return in words how a plan is better than the exact solution in fresh steps; empty if not."""
-
-    def ratio(self, errors: Sequence[float], pairs: Sequence[Pair] = FULL) -> float | None:
-        """Return the noise ratio that errors at the first of `pairs` show, None if it is unknown."""
-        return None if self.relative is None else statistics.fmean(self._ratios(errors, pairs))
-
-    def _ratios(self, errors: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
-        """Return for each batch its ‖ĝ − g‖² over the noise, both in units of mean ‖g‖² of these batches.
-
-        Batches with large gradients count more, because theirs is most of what a step changes.
-        """
-        assert self.relative is not None
-        norms = self.meter.norms([draw for draw, _ in pairs[: len(errors)]])
-        unit = statistics.fmean(norms) * self.relative
-        return [error * norm / unit for error, norm in zip(errors, norms, strict=True)]
 
     def excess(self, ratio: float | None) -> float:
         """Return how far a noise ratio exceeds its limit, as a fraction of it."""
@@ -117,7 +93,7 @@ class WithinNoise(LocalSearch):
         """Return how a plan within the noise ratio is better; it is if the exact solution is not within."""
         if self.excess(found.noise_ratio) > 0:
             return ""
-        won = self.better(chosen)
+        won = self.better(chosen, found, solved)
         if not won and self.excess(solved.noise_ratio) > 0:
             ratios = f"{found.noise_ratio:.2g} in place of {solved.noise_ratio:.2g}"
             return f"noise ratio {ratios} on fresh batches"
@@ -127,20 +103,20 @@ class WithinNoise(LocalSearch):
         """Return how far the plan exceeds each limit, the measured noise ratio included."""
         return {**super().constraints(trial), "noise": min(self.excess(self.ratio(trial.errors)), 1e6)}
 
-    def screened(self, policy: Policy) -> tuple[float, ...]:
+    def screened(self, policy: Policy) -> tuple[GradientError, ...]:
         """Return errors at all pairs; at the first ones if the noise ratio is clearly above its limit."""
         errors = self.meter.errors(policy, SCREEN)
         if self._may_be_inside(errors):
             errors = [*errors, *self.meter.errors(policy, FULL[len(SCREEN) :])]
         return tuple(errors)
 
-    def _may_be_inside(self, errors: Sequence[float]) -> bool:
+    def _may_be_inside(self, errors: Sequence[GradientError]) -> bool:
         """Return False if the first errors are above the limit by more than a standard error."""
-        if not all(map(math.isfinite, errors)):
+        ratios = [error.ratio for error in errors]
+        if not all(map(math.isfinite, ratios)):
             return False
-        if self.relative is None:
+        if not self.is_known:
             return True
-        ratios = self._ratios(errors, SCREEN)
         return self.excess(statistics.fmean(ratios) - standard_error(ratios)) <= 0
 
     def paces(self, policy: Policy, rounds: int) -> list[float]:

@@ -29,7 +29,7 @@ def test_layers_of_a_profile_share_its_bytes_and_options_say_how_they_were_measu
     assert all("call_ms" in layer for layer in layers)
     options = [option for layer in layers for option in layer["options"]]
     assert options
-    assert all({"bias", "errors", "screened"} <= set(option) for option in options)
+    assert all({"bias", "ratios", "screened"} <= set(option) for option in options)
 
 
 def test_a_search_without_a_study_measured_nothing(home: Home) -> None:
@@ -45,7 +45,7 @@ def test_what_a_model_file_prints_stays_out_of_the_document(home: Home) -> None:
         MODEL.replace("def loss(model, batch):", "def loss(model, batch):\n    print('hello')")
     )
     said = home.run(f"{PROFILE} --run new --json")
-    assert json.loads(said.out)["schema"] == "mesa-tune.profile/1"
+    assert json.loads(said.out)["schema"] == "mesa-tune.profile/2"
     assert "hello" in said.err
 
 

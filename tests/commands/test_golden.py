@@ -32,7 +32,7 @@ from mesa_tune.profiler.timing.duration import remaining_text
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.model_file import file_fingerprint
-from tests.synthetic import COARSE, synthetic_profile
+from tests.synthetic import COARSE, noisy, synthetic_profile
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = Run(Path("mesa-run"))
@@ -44,9 +44,8 @@ CHECKPOINTS = (EARLY, LATE)
 def profiled() -> Profile:
     """The profile of a small model, with noise, checkpoints and a note."""
     profile = synthetic_profile(6)
-    norms = (1.0,) * len(profile.layers[0].options[0].errors)
     notes = ("out of memory at batch size 16: profiled at 8 instead",)
-    profile = replace(profile, gradient_noise=0.9, gradient_scale=1.0, gradient_norms=norms)
+    profile = replace(noisy(profile, 0.9), interaction=())
     return replace(profile, model="model.py", notes=notes, checkpoints=CHECKPOINTS)
 
 
@@ -71,7 +70,8 @@ def verified() -> Verification:
     # The device is "cuda": without the note on glibc.
     return Verification(
         plain, policy, (1e-3, 2e-3), Ratio(1.19, 1.12, 1.31), predicted, "cuda", 8, torch="2.13.0", steps=5,
-        gradient_noise_ratio=2e-3, checkpoints=CHECKPOINTS,
+        gradient_noise_ratio=2e-3, checkpoints=CHECKPOINTS, worst_parameter="blocks.0.q.weight",
+        worst_own_ratio=4e-2,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def observed() -> Profile:
     exact = (ExactEntry("fft_rfft", "blocks.0", 262_144, NO_FORMULA),)
     return replace(
         profile, model=None, script="python train.py", notes=(note,), layers=layers, ties=(), exact=exact,
-        checkpoints=(), gradient_noise=None, gradient_scale=None, gradient_norms=(),
+        checkpoints=(), gradient_noise=None, parameters=(),
     )  # fmt: skip
 
 
@@ -217,8 +217,14 @@ def states() -> list[str]:
 
 def rounded(layer: LayerEntry) -> LayerEntry:
     """Return the layer with errors of two digits, which are the same on every machine."""
-    errors = [tuple(float(f"{error:.1e}") for error in option.errors) for option in layer.options]
-    options = (replace(option, errors=two) for option, two in zip(layer.options, errors, strict=True))
+    options = (
+        replace(
+            option,
+            gradient_error=float(f"{option.gradient_error:.1e}"),
+            ratios=tuple(float(f"{ratio:.1e}") for ratio in option.ratios),
+        )
+        for option in layer.options
+    )
     return replace(layer, options=tuple(options))
 
 

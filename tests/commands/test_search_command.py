@@ -19,7 +19,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, objectives
 from mesa_tune.units import format_bytes
 from mesa_tune.workload.workload import Workload
-from tests.synthetic import COARSE, synthetic_profile
+from tests.synthetic import COARSE, noisy, synthetic_profile
 
 MODEL = """
 import torch
@@ -282,7 +282,7 @@ def test_a_profile_made_in_python_is_solved_without_a_model(capsys: pytest.Captu
 
 
 def noisy_run() -> Profile:
-    made = replace(synthetic_profile(2, grid=COARSE), gradient_noise=0.5, gradient_scale=1.0)
+    made = replace(noisy(synthetic_profile(2, grid=COARSE)), interaction=())
     made.save("mesa-run/profile.json")
     return made
 
@@ -290,7 +290,7 @@ def noisy_run() -> Profile:
 def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[str]) -> None:
     noisy_run()
     for options, words in (
-        (["--budget", "60%"], "objective  time within noise ratio 0.03; no plan of the settings tried is"),
+        (["--budget", "60%"], "objective  time within noise ratio 0.03; no plan of the settings tried takes"),
         (["--budget", "60%", "--objective", "error"], "objective  error; no plan of the settings tried errs"),
         (["--smallest"], "objective  memory within noise ratio 0.03; "),
         (["--budget", "60%", "--max-noise-ratio", "1e-12"], "objective  error, because no plan was found"),

@@ -1,7 +1,6 @@
 """Norms that models compose by hand obey Rule 7: rows of tiny variance do not amplify the error."""
 
 import copy
-import statistics
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import JointError
-from tests.builders import workload
+from tests.builders import mean_error, workload
 from tests.conformance.running import relative_error, step
 from tests.functional_cases import EIGHT, Bare
 
@@ -87,7 +86,7 @@ def test_prices_are_those_of_groups_that_end_with_rows() -> None:
     )
     policy = Policy.uniform(16)
     predicted = mt.profile(work, options=[mt.LayerSettings(level=16)]).predict(policy).gradient_error
-    found = statistics.fmean(JointError(work).errors(policy, [(0, seed) for seed in range(8)]))
+    found = mean_error(JointError(work), policy, [(0, seed) for seed in range(8)])
     assert predicted == pytest.approx(found, rel=0.3)
 
 

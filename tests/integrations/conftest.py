@@ -19,7 +19,7 @@ CAMPAIGN = pytest.mark.slow("training")
 FOUR_BITS = mt.Policy.uniform(level=16)
 EXACT = mt.Policy.parse("# mesa-tune policy 1\n")
 PREDICTED = """# mesa-tune policy 1
-# predicted: peak 5.71 GB, saved 812 kB, gradient error 3.1e-04, noise ratio 2.0e-02, step 1.06x
+# predicted: peak 5.71 GB, saved 812 kB, gradient error 3.1e-04, own noise ratio 2.0e-02, step 1.06x
 """
 LOGGED = {
     "mesa/peak_bytes": 5.71e9,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.commands.verify import describe
+from mesa_tune.profiler.errors.at_checkpoints import load_weights
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.errors.weights import load_weights
-from tests.builders import workload
+from tests.builders import mean_error, workload
+from tests.profiler.by_hand import OwnByHand, gradients_of
 from tests.profiler.models import three_classes
 
 POLICY = mt.Policy.uniform(level=16)
@@ -41,17 +41,22 @@ def _work(tmp_path_factory: pytest.TempPathFactory) -> mt.Workload:
     return work
 
 
-def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> tuple[float, float]:
-    """Error and noise of a model that is built with the weights of the file."""
+def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> tuple[float, float, float]:
+    """Error, noise and noise ratio of a model that is built with the weights of the file."""
 
     def trained() -> nn.Module:
         net = normed()
         net.load_state_dict(torch.load(path))
         return net
 
-    joint = JointError(replace(work, model=trained, checkpoints=()))
-    errors = joint.errors(POLICY, [(draw, first_seed + draw) for draw in range(draws)])
-    return statistics.fmean(errors), joint.noise().relative
+    there = replace(work, model=trained, checkpoints=())
+    joint, pairs = JointError(there), [(draw, first_seed + draw) for draw in range(draws)]
+    error, noise = mean_error(joint, POLICY, pairs), joint.noise()
+    own = OwnByHand(there.build(), gradients_of(there, range(len(noise.norms))))
+    changes = [
+        gradients_of(there, [draw], POLICY, seed) - gradients_of(there, [draw]) for draw, seed in pairs
+    ]
+    return error, noise.relative, own.mean_ratio(torch.cat(changes))
 
 
 def test_a_profile_measures_checkpoints_and_changes_nothing_else(work: mt.Workload) -> None:
@@ -59,11 +64,13 @@ def test_a_profile_measures_checkpoints_and_changes_nothing_else(work: mt.Worklo
     profile = mt.profile(work, options=options, seeds=1)
     assert [entry.checkpoint for entry in profile.checkpoints] == [str(path) for path in work.checkpoints]
     for entry in profile.checkpoints:
-        assert (entry.gradient_error, entry.gradient_noise) == at(work, entry.checkpoint, 3)
+        error, noise, ratio = at(work, entry.checkpoint, 3)
+        assert (entry.gradient_error, entry.gradient_noise) == (error, noise)
+        assert entry.gradient_noise_ratio == pytest.approx(ratio, rel=1e-4)
     without = mt.profile(replace(work, checkpoints=()), options=options, seeds=1)
-    assert (profile.noise, profile.error_floor) == (without.noise, without.error_floor)
-    assert [one.errors for layer in profile.layers for one in layer.options] == [
-        one.errors for layer in without.layers for one in layer.options
+    assert (profile.own_noise, profile.error_floor) == (without.own_noise, without.error_floor)
+    assert [one.ratios for layer in profile.layers for one in layer.options] == [
+        one.ratios for layer in without.layers for one in layer.options
     ]
     assert mt.Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
@@ -72,9 +79,9 @@ def test_verify_measures_the_policy_at_each_checkpoint(work: mt.Workload) -> Non
     check = mt.verify(work, POLICY, steps=1)
     assert len(check.checkpoints) == 2
     for entry in check.checkpoints:
-        error, noise = at(work, entry.checkpoint, 3, 500_000)
+        error, noise, ratio = at(work, entry.checkpoint, 3, 500_000)
         assert (entry.gradient_error, entry.gradient_noise) == (error, noise)
-        assert entry.gradient_noise_ratio == pytest.approx(error / noise, rel=0.5)
+        assert entry.gradient_noise_ratio == pytest.approx(ratio, rel=1e-4)
     ratios = [check.gradient_noise_ratio, *(entry.gradient_noise_ratio for entry in check.checkpoints)]
     assert check.worst_noise_ratio == max(ratio for ratio in ratios if ratio is not None)
     assert mt.Verification.from_dict(json.loads(json.dumps(check.to_dict()))) == check

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
-from tests.builders import MLPBlock, workload
+from tests.builders import MLPBlock, mean_error, workload
 from tests.step_memory import regression
 
 WIDTH, ROWS = 64, 128
@@ -78,7 +77,7 @@ def test_errors_are_those_of_steps_on_other_batches(profile: Profile) -> None:
     pairs = [(draw, seed) for draw in range(50, 54) for seed in range(2)]
     for module in profile.modules:
         for option in module.options:
-            measured = statistics.fmean(joint.errors(_again(module.name, option.settings), pairs))
+            measured = mean_error(joint, _again(module.name, option.settings), pairs)
             assert option.gradient_error == pytest.approx(measured, rel=0.4)
             assert option.batches == 3
             assert option.provenance == ("inferred" if option.settings.level == 4 else "measured")

@@ -6,7 +6,6 @@ frozen, complex, or have sparse gradients.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +20,10 @@ from torch.func import functional_call, vmap
 from transformers.utils.generic import ModelOutput
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.joint_error import JointError, squared
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.noise import squared
 from mesa_tune.profiler.errors.recorded import squared_norm
-from tests.builders import known, workload
+from tests.builders import known, mean_error, workload
 from tests.step_memory import (
     BATCH,
     CLASSES,
@@ -225,7 +225,7 @@ def test_memory_is_that_of_a_real_step(name: str) -> None:
 def test_the_error_of_complex_gradients_counts_both_parts() -> None:
     work = workload_of("complex parameters")
     predicted = mt.profile(work, options=SETTINGS[1:], seeds=2).predict(FOUR_BITS).gradient_error
-    measured = JointError(work).errors(FOUR_BITS, [(draw, 9) for draw in range(2)])
-    assert 0.5 < statistics.fmean(measured) / known(predicted) < 2
+    measured = mean_error(JointError(work), FOUR_BITS, [(draw, 9) for draw in range(2)])
+    assert 0.5 < measured / known(predicted) < 2
     for gradient in (torch.tensor([3 + 4j]), torch.tensor([3 + 4j]).conj()):
-        assert squared_norm(gradient) == squared([gradient]) == 25
+        assert squared_norm(gradient) == squared(gradient) == 25

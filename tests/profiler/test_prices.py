@@ -20,10 +20,10 @@ from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
 from mesa_tune.profiler.pricing import LayerPrices, candidates
 from mesa_tune.profiler.profile import Prediction, Profile
 from tests.builders import ViT, known, workload
-from tests.synthetic import synthetic_profile
+from tests.synthetic import noisy, synthetic_profile
 
 BATCHES = 3
-FOUR = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
+FOUR = Option(mt.LayerSettings(level=16), 10, 0.1, 0.6, (2.0, 4.0, 8.0), True, 0.0, 0.0)
 NEAREST = mt.LayerSettings(level=4, rounding="nearest")
 DROP = mt.LayerSettings(level=16, drop=0.5)
 CHANNELS = mt.LayerSettings(level=16, group_size=None, quant_groups=2)
@@ -70,9 +70,9 @@ def test_derivations_are_priced_on_the_batches_that_make_prices(full: Profile) -
     options = [option for derivation in full.derivations for option in derivation.options]
     assert options
     for option in options:
-        assert option.price_errors == option.errors
+        assert option.price_ratios == option.ratios
         assert option.batches == BATCHES - 1
-    counts = {len(errors) for derivation in full.derivations for errors in derivation.all_errors}
+    counts = {option.batches for derivation in full.derivations for option in derivation.complete}
     assert counts == {BATCHES - 1}
     document = json.loads(json.dumps(full.to_dict()))
     assert Profile.from_dict(document).derivations == full.derivations
@@ -95,40 +95,49 @@ def test_a_solver_chooses_among_options_priced_on_all_batches(full: Profile) -> 
 
 
 def test_options_left_out_follow_the_others() -> None:
-    left = Option(mt.LayerSettings(level=16, group_size=64), 12, 0.05, (9.0,), False, 0.0, 0.0)
+    left = Option(mt.LayerSettings(level=16, group_size=64), 12, 0.05, 9.0, (9.0,), False, 0.0, 0.0)
     layer = replace(synthetic_profile().layers[0], options=(FOUR, left))
-    assert layer.errors(left.settings) == pytest.approx((2.0, 4.0))
-    assert layer.errors(FOUR.settings) == (4.0, 8.0)
+    like = known(layer.like(left.settings))
+    assert like.price_ratios == pytest.approx((2.0, 4.0))
+    assert like.gradient_error == pytest.approx(0.3)
+    assert layer.like(FOUR.settings) == FOUR
 
 
 def test_the_batch_that_chooses_is_no_part_of_the_price() -> None:
-    assert FOUR.gradient_error == 6.0
-    assert FOUR.interval == interval((4.0, 8.0))
-    assert replace(FOUR, errors=(2.0,)).gradient_error == 2.0
+    assert FOUR.noise_ratio == 6.0
+    low, high = known(interval((4.0, 8.0)))
+    assert known(FOUR.interval) == pytest.approx(
+        (0.1 * low, 0.1 * high)
+    )  # of the error, 0.6 where 6 is the ratio
+    assert replace(FOUR, ratios=(2.0,)).noise_ratio == 2.0
     first, second, third = (
-        LayerPrices((replace(FOUR, errors=(error,)),), (ratio,)) for error, ratio in ((2, 9), (4, 1), (8, 3))
+        LayerPrices((replace(FOUR, ratios=(ratio,), gradient_error=error),), (joint,))
+        for ratio, error, joint in ((2.0, 5.0, 9.0), (4.0, 0.5, 1.0), (8.0, 0.7, 3.0))
     )
     together = first.extended(second).extended(third)
-    assert together == LayerPrices((FOUR,), (2.0,))
+    assert together == LayerPrices(
+        (replace(FOUR, gradient_error=known(together.options[0].gradient_error)),), (2.0,)
+    )
+    assert together.options[0].gradient_error == pytest.approx(0.6)
 
 
 def test_errors_add_up_batch_by_batch() -> None:
     profile = synthetic_profile()
     four = mt.LayerSettings(level=16)
     first, second, third = (
-        replace(profile.layers[0], name=name, options=(Option(four, 10, 0.1, errors, True, 0.0, 0.0),))
-        for name, errors in (("a", (9.0, 1.0, 2.0)), ("b", (9.0, 3.0, 5.0)), ("c", (0.0,)))
+        replace(profile.layers[0], name=name, options=(Option(four, 10, 0.1, 0.5, ratios, True, 0.0, 0.0),))
+        for name, ratios in (("a", (9.0, 1.0, 2.0)), ("b", (9.0, 3.0, 5.0)), ("c", (0.0,)))
     )
     table = PriceTable((first, second, third), (), (), hooked=(), exact=(), interaction={})
-    assert table.cost((first, second, third), dict.fromkeys("abc", four), NO_DERIVATIONS).errors == (4.0, 7.0)
-    assert table.cost((third,), {"c": four}, NO_DERIVATIONS).errors == (0.0, 0.0)
-    assert table.cost((first,), {}, NO_DERIVATIONS).errors == (0.0, 0.0)
+    assert table.cost((first, second, third), dict.fromkeys("abc", four), NO_DERIVATIONS).ratios == (4.0, 7.0)
+    assert table.cost((third,), {"c": four}, NO_DERIVATIONS).ratios == (0.0, 0.0)
+    assert table.cost((first,), {}, NO_DERIVATIONS).ratios == (0.0, 0.0)
 
 
 def test_times_meet_what_all_layers_added_and_what_half_of_them_added() -> None:
     """All four add 8 ms, each half 5 ms: so a layer is priced at 2 ms, and the halves overlap by 2 ms."""
     four = mt.LayerSettings(level=16)
-    options = (Option(four, 10, 0.1, (1.0, 2.0), True, 0.0, 0.0),)
+    options = (Option(four, 10, 0.1, 0.5, (1.0, 2.0), True, 0.0, 0.0),)
     layer = replace(synthetic_profile().layers[0], call_ms=2.0, options=options)
     layers = [replace(layer, name=name) for name in "abcd"]
     table = PriceTable(layers, (), (), hooked=(), exact=(), interaction={}, overlap_ms=2.0)
@@ -145,7 +154,7 @@ def test_times_meet_what_all_layers_added_and_what_half_of_them_added() -> None:
 def test_candidates_are_on_the_hull() -> None:
     def option(bits: int, group_size: int, bytes_: int, error: float) -> Option:
         settings = mt.LayerSettings(level=2**bits, group_size=group_size)
-        return Option(settings, bytes_, error, (error,), True, 0.0, 0.0)
+        return Option(settings, bytes_, error, error, (error,), True, 0.0, 0.0)
 
     options = [
         option(1, 1024, 10, 1.0),
@@ -155,9 +164,9 @@ def test_candidates_are_on_the_hull() -> None:
         option(4, 1024, 40, 5e-3),
         option(4, 64, 50, 7e-3),  # larger and worse than the one before
     ]
-    exact = Option(EXACT, 100, 0.0, (0.0,), True, 0.0, 0.0)
+    exact = Option(EXACT, 100, 0.0, 0.0, (0.0,), True, 0.0, 0.0)
     assert candidates([*options, exact]) == {options[position].settings for position in (0, 2, 4)}
-    lossless = [replace(item, errors=(0.0,)) for item in options]
+    lossless = [replace(item, ratios=(0.0,)) for item in options]
     assert candidates(lossless) == {options[0].settings}
 
 
@@ -165,9 +174,9 @@ def test_bias_is_all_of_nearest_and_little_of_stochastic_rounding(own: Profile) 
     split = [option for option in compressed(own) if option.bias is not None]
     nearest = [option for option in split if option.settings == NEAREST]
     assert nearest
-    assert all(option.bias == pytest.approx(option.errors[1], rel=1e-3) for option in nearest)
+    assert all(option.bias == pytest.approx(option.ratios[1], rel=1e-3) for option in nearest)
     others = (option for option in split if option.settings.rounding != "nearest")
-    assert statistics.median((option.bias or 0) / option.errors[1] for option in others) < 0.2
+    assert statistics.median((option.bias or 0) / option.ratios[1] for option in others) < 0.2
 
 
 def test_kinds_have_prices_of_their_own_or_none(own: Profile, full: Profile) -> None:
@@ -186,7 +195,7 @@ def test_every_option_says_where_its_price_comes_from(full: Profile) -> None:
     for option in compressed(full):
         document = option.to_dict()
         assert document["provenance"] in ("measured", "inferred")
-        assert document["batches"] == len(document["errors"])
+        assert document["batches"] == len(document["ratios"])
         assert document["seeds"] == option.batches + (option.batches > 1)
         assert (document["interval"] is None) == (option.batches < 3)
         if option.interval is not None and option.gradient_error is not None:
@@ -202,16 +211,20 @@ def test_predictions_have_intervals(full: Profile) -> None:
 
 
 def test_no_prediction_is_below_the_floor() -> None:
-    profile = replace(synthetic_profile(), error_floor=0.5)
+    """The floor is a noise ratio, of which the gradient error is a half here."""
+    profile = replace(noisy(synthetic_profile()), error_floor=0.5)
     four = profile.predict(mt.Policy.uniform(level=16))
-    assert four.gradient_error == 0.5
-    assert four.gradient_error_interval == (0.5, 0.5)
-    assert profile.predict(mt.Policy()).gradient_error == 0.0
+    assert four.gradient_noise_ratio == 0.5
+    assert four.gradient_noise_ratio_interval == (0.5, 0.5)
+    assert four.gradient_error == pytest.approx(0.25)
+    assert known(four.gradient_error_interval) == pytest.approx((0.25, 0.25))
+    nothing = profile.predict(mt.Policy())
+    assert (nothing.gradient_error, nothing.gradient_noise_ratio) == (0.0, 0.0)
 
 
 def test_the_floor_is_what_lower_precision_leaves() -> None:
     rounded = classifying(autocast="bfloat16")
-    assert JointError(classifying()).floor() < 1e-10 < JointError(rounded).floor() < 1e-2
+    assert JointError(classifying()).floor().error < 1e-10 < JointError(rounded).floor().error < 1e-2
 
 
 def test_interaction_adds_to_the_prediction_and_widens_the_interval() -> None:
@@ -228,7 +241,7 @@ def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Pat
     path = tmp_path / "profile.json"
 
     def stop(text: str, share: float) -> None:
-        if 0.7 < share < 1 and "first batch" in text:
+        if 0.7 < BATCHES * share < 1 and "first batch" in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -237,4 +250,5 @@ def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Pat
     for before, after in zip(full.layers, resumed.layers, strict=True):
         for one, two in zip(before.options, after.options, strict=True):
             assert replace(one, encode_ms=0, decode_ms=0) == replace(two, encode_ms=0, decode_ms=0)
+        assert before.shares == after.shares
     assert (full.ties, full.interaction) == (resumed.ties, resumed.interaction)

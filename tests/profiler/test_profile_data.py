@@ -13,7 +13,8 @@ from mesa_tune.errors import BudgetError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile, Tie
-from tests.synthetic import GRID, synthetic_profile
+from tests.builders import known
+from tests.synthetic import GRID, noisy, synthetic_profile
 
 FOUR = LayerSettings(level=16)
 
@@ -29,15 +30,16 @@ def test_a_saved_profile_loads_equal(profile: Profile, tmp_path: Path) -> None:
 
 
 def test_the_document_has_the_promised_keys(profile: Profile) -> None:
-    document = profile.to_dict()
-    assert document["schema"] == "mesa-tune.profile/1"
+    document = noisy(profile).to_dict()
+    assert document["schema"] == "mesa-tune.profile/2"
     promised = "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes"
-    assert {*promised.split(), "step_ms"} <= set(document)
+    assert {*promised.split(), "step_ms", "gradient_noise", "parameters"} <= set(document)
+    assert set(document["parameters"][0]) == {"name", "elements", "noise"}
     assert set(document["tensors"][0]) == {"id", "owner", "layers", "shape", "dtype", "bytes"}
-    layer = "name tag index module shape dtype bytes own_bytes shared_with options call_ms"
+    layer = "name tag index module shape dtype bytes own_bytes shared_with options call_ms shares"
     assert set(document["layers"][0]) == set(layer.split())
     option = "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms"
-    others = {"decode_ms", "errors", "bias", "screened"}
+    others = {"decode_ms", "noise_ratio", "ratios", "bias", "screened"}
     assert set(document["layers"][0]["options"][0]) == {*option.split(), *others}
 
 
@@ -53,6 +55,8 @@ DAMAGES: dict[str, dict[str, Any]] = {
     "half-a-tie": {"ties": [{"layers": ["a"]}]},
     "unknown-key": {"unheard_of": 1},
     "foreign": {"schema": "somebody.else/1"},
+    "older": {"schema": "mesa-tune.profile/1"},
+    "no-parameters": {"parameters": None},
     "no-schema": {"schema": None},
 }
 """Values of keys; None: the key is missing."""
@@ -76,6 +80,13 @@ def test_a_file_that_is_no_document_is_refused(tmp_path: Path, content: bytes) -
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     _assert_refused(path)
+
+
+def test_a_document_of_another_version_is_called_so(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile.to_dict() | {"schema": "mesa-tune.profile/1"}), "utf-8")
+    with pytest.raises(RunError, match=r"of another version of mesa-tune: schema 'mesa-tune.profile/1'"):
+        Profile.load(path)
 
 
 def test_a_missing_file_or_folder_is_refused(tmp_path: Path) -> None:
@@ -104,17 +115,20 @@ def test_errors_and_times_of_options_add_up(profile: Profile, settings: LayerSet
     options = [profile.layer(name).options[GRID.index(settings)] for name in names]
     predicted = profile.predict_assignment(dict.fromkeys(names, settings))
     assert predicted.gradient_error == pytest.approx(sum(option.gradient_error or 0 for option in options))
+    assert profile.noise_ratio(dict.fromkeys(names, settings)) == pytest.approx(
+        sum(known(option.noise_ratio) for option in options)
+    )
     added = sum(option.encode_ms + option.decode_ms for option in options)
     assert predicted.step_ms == pytest.approx(profile.plain_ms(profile.batch_size) + added)
 
 
 def test_tied_layers_err_by_their_joint_ratio_under_equal_settings(profile: Profile) -> None:
     tie = profile.ties[0]
-    alone = [profile.gradient_error({name: FOUR}) or 0.0 for name in tie.layers]
-    assert profile.gradient_error(dict.fromkeys(tie.layers, FOUR)) == pytest.approx(1.5 * sum(alone))
-    finer = profile.gradient_error({tie.layers[0]: LayerSettings()})
+    alone = [profile.noise_ratio({name: FOUR}) or 0.0 for name in tie.layers]
+    assert profile.noise_ratio(dict.fromkeys(tie.layers, FOUR)) == pytest.approx(1.5 * sum(alone))
+    finer = profile.noise_ratio({tie.layers[0]: LayerSettings()})
     mixed = {tie.layers[0]: LayerSettings(), tie.layers[1]: FOUR}
-    assert profile.gradient_error(mixed) == pytest.approx((finer or 0.0) + alone[1])
+    assert profile.noise_ratio(mixed) == pytest.approx((finer or 0.0) + alone[1])
     assert (Tie(("a", "b")).ratio(3), Tie(("a", "b"), (2.0,)).ratio(0)) == (1.0, 2.0)
 
 
@@ -155,7 +169,7 @@ def test_what_was_not_tried_in_any_form_is_unknown(profile: Profile, settings: L
 
 
 def test_hooked_layers_err_as_with_256_levels(profile: Profile) -> None:
-    coarse, fine = (profile.gradient_error({"sin.0": LayerSettings(level=level)}) for level in (2, 256))
+    coarse, fine = (profile.noise_ratio({"sin.0": LayerSettings(level=level)}) for level in (2, 256))
     assert coarse == fine
     assert coarse
 
@@ -215,7 +229,8 @@ def test_the_table_has_a_row_for_each_layer_and_option(profile: Profile) -> None
     assert len(table) == sum(len(layer.options) for layer in profile.layers)
     assert int(table["exact"].sum()) == len(profile.layers)
     row = table[(table["name"] == "blocks.0.norm") & (table["settings"] == FOUR.label)].iloc[0]
-    assert row["gradient_error"] == profile.gradient_error({"blocks.0.norm": FOUR})
+    assert row["noise_ratio"] == profile.noise_ratio({"blocks.0.norm": FOUR})
+    assert row["gradient_error"] == profile.predict_assignment({"blocks.0.norm": FOUR}).gradient_error
 
 
 def test_exact_is_no_compression_however_it_is_said(profile: Profile) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import Derivation
+from mesa_tune.profiler.entries import Derivation, Option
 from mesa_tune.profiler.errors.derivation import continued
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.profile import Profile
-from tests.builders import known, workload
+from tests.builders import known, mean_error, workload
+from tests.profiler.by_hand import OwnByHand, flat
 from tests.profiler.models import BATCH, CHAINS, DIGITS, WIDTH, profile_of, text_batch, workload_of
 from tests.step_memory import measured
 
@@ -123,7 +123,20 @@ def joint(name: str) -> JointError:
 
 def joint_error(name: str, policy: mt.Policy) -> float:
     """The mean over batches, with two rounding seeds each."""
-    return statistics.fmean(joint(name).errors(policy, [(number // 2, number) for number in range(16)]))
+    return mean_error(joint(name), policy, [(number // 2, number) for number in range(16)])
+
+
+@cache
+def own_of(name: str) -> OwnByHand:
+    """The own noise of the parameters, from 32 batches."""
+    table = torch.stack([flat(joint(name).gradients(mt.Policy(()), draw, 0)[0]) for draw in range(32)])
+    return OwnByHand(joint(name).model, table)
+
+
+def joint_ratio(name: str, policy: mt.Policy) -> float:
+    """The mean noise ratio over batches, with two rounding seeds each."""
+    pairs = [joint(name).gradients(policy, number // 2, number) for number in range(16)]
+    return own_of(name).mean_ratio(torch.stack([flat(changed) - flat(exact) for exact, changed in pairs]))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,7 @@ def joint_error(name: str, policy: mt.Policy) -> float:
 )
 def test_the_error_of_all_that_derives_is_that_of_whole_backwards(name: str, level: int) -> None:
     policy = mt.Policy.uniform(level=level, store="derive")
-    predicted, found = profile_of(name).predict(policy).gradient_error, joint_error(name, policy)
+    predicted, found = profile_of(name).predict(policy).gradient_noise_ratio, joint_ratio(name, policy)
     assert found / 1.5 < known(predicted) < found * 1.5
 
 
@@ -140,8 +153,8 @@ def test_the_error_of_a_real_vision_transformer_that_derives() -> None:
     work = mt.Workload.load(DIGITS, batch_size=4)
     profile = mt.profile(work, options=[FOUR], seeds=1)
     policy = mt.Policy.uniform(level=16, store="derive")
-    errors = JointError(work).errors(policy, [(number // 2, number) for number in range(4)])
-    predicted, found = profile.predict(policy).gradient_error, statistics.fmean(errors)
+    found = mean_error(JointError(work), policy, [(number // 2, number) for number in range(4)])
+    predicted = profile.predict(policy).gradient_error
     assert found / 1.5 < known(predicted) < found * 1.5
     assert len(profile.derivations) == 18
 
@@ -159,8 +172,12 @@ def test_each_price_is_that_of_whole_backwards(name: str, level: int) -> None:
     settings = mt.LayerSettings(level=level)
     for one in profile_of(name).derivations:
         policy = only(profile_of(name), one, settings)
-        predicted = statistics.fmean(known(one.errors(settings)))
-        assert profile_of(name).predict(policy).gradient_error == pytest.approx(predicted)
+        price = known(one.like(settings))
+        assert profile_of(name).noise_ratio(profile_of(name).assignment(policy)) == pytest.approx(
+            price.noise_ratio
+        )
+        predicted = known(profile_of(name).predict(policy).gradient_error)
+        assert predicted == pytest.approx(price.gradient_error)
         assert predicted == pytest.approx(joint_error(name, policy), rel=0.5), one.layers
 
 
@@ -172,7 +189,7 @@ def test_prices_of_derivations_follow_the_group_size() -> None:
     for one in profile.derivations:
         few, many = (only(profile, one, settings) for settings in (small, large))
         predicted = [profile.predict(policy).gradient_error or 0.0 for policy in (few, many)]
-        found = [statistics.fmean(joint("transformer").errors(policy, pairs)) for policy in (few, many)]
+        found = [mean_error(joint("transformer"), policy, pairs) for policy in (few, many)]
         assert predicted[1] / predicted[0] == pytest.approx(found[1] / found[0], rel=0.15), one.layers
 
 
@@ -189,12 +206,12 @@ def test_what_is_priced_together() -> None:
 def test_layers_that_derive_only_err_by_what_is_stored() -> None:
     profile = profile_of("transformer")
     stored = {"blocks.0.norm2": FOUR, "blocks.0.fc1": replace(FOUR, store="derive")}
-    alone = known(profile.gradient_error({"blocks.0.norm2": FOUR}))
-    both = known(profile.gradient_error(stored))
-    coarse = profile.gradient_error(stored | {"blocks.0.fc1": replace(FOUR, level=4, store="derive")})
+    alone = known(profile.noise_ratio({"blocks.0.norm2": FOUR}))
+    both = known(profile.noise_ratio(stored))
+    coarse = profile.noise_ratio(stored | {"blocks.0.fc1": replace(FOUR, level=4, store="derive")})
     assert alone < both == coarse
-    parted = profile.gradient_error({**stored, "blocks.0.norm2": EXACT})
-    assert parted == profile.gradient_error({"blocks.0.fc1": FOUR})
+    parted = profile.noise_ratio({**stored, "blocks.0.norm2": EXACT})
+    assert parted == profile.noise_ratio({"blocks.0.fc1": FOUR})
 
 
 def test_a_profile_of_before_has_no_derivations() -> None:
@@ -206,5 +223,9 @@ def test_a_profile_of_before_has_no_derivations() -> None:
 
 def test_derivations_go_on_in_proportion_to_the_errors_of_their_layers() -> None:
     own = [(1.0, 3.0, 4.0), (1.0, 1.0, 6.0)]
-    assert continued((1.0, 2.0), own) == pytest.approx((1.0, 2.0, 5.0))
-    assert continued((1.0, 2.0), [(0.0, 0.0, 0.0)]) == (1.0, 2.0, 1.5)
+    option = Option(FOUR, 10, 0.1, 0.3, (1.0, 2.0), True, 0.0, 0.0, screened=False)
+    found = continued(option, own)
+    assert found.ratios == pytest.approx((1.0, 2.0, 5.0))
+    assert found.gradient_error == pytest.approx(0.3 * (8 / 3) / 1.5)  # in proportion to the mean ratio
+    without = continued(option, [(0.0, 0.0, 0.0)])
+    assert (without.ratios, without.gradient_error) == ((1.0, 2.0, 1.5), 0.3)

@@ -19,6 +19,7 @@ from mesa_tune.engine.observer import watch
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.errors.noise import OwnNoise
 from mesa_tune.profiler.timing import step_meter, step_time
 from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, timed_policies, timed_settings
 from mesa_tune.profiler.timing.option_times import smoothed
@@ -35,7 +36,7 @@ from mesa_tune.profiler.timing.step_time import (
 )
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
-from tests.builders import ViT, mean, workload
+from tests.builders import ViT, known, mean, workload
 from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
@@ -123,7 +124,9 @@ def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
 ) -> None:
     monkeypatch.setattr(step_meter, "clock_of", lambda _: clock)
     model = _Mlp(clock)
-    meter = StepMeter(workload(lambda: model, lambda n: torch.randn(n, 64), mean, batch_size=64))
+    meter = StepMeter(
+        workload(lambda: model, lambda n: torch.randn(n, 64), mean, batch_size=64), OwnNoise(())
+    )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     times = meter.step_times([mt.Policy(()), mt.Policy.uniform(level=16)], 3)
     assert times == [[MODULE, MODULE + 2 * (STORE + RESTORE)]] * 3
@@ -240,7 +243,8 @@ def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
     for layer in timed.layers:
         if layer.name not in profile.timeline.hooked:
             predicted = timed.predict_assignment({layer.name: FOUR}).step_ms
-            copied = timed.layer("blocks.0.q").encode_ms(FOUR) if layer.name.endswith((".k", ".v")) else 0.0
+            shared = known(timed.layer("blocks.0.q").like(FOUR))
+            copied = shared.encode_ms if layer.name.endswith((".k", ".v")) else 0.0
             assert predicted == pytest.approx(52.0 + added[layer.name] + (copied or 0.0))
 
 
@@ -283,7 +287,7 @@ def test_layers_with_one_copy_encode_once() -> None:
     def added(assignment: dict[str, LayerSettings]) -> float:
         return (profile.predict_assignment(assignment).step_ms or 0.0) - profile.plain_ms(profile.batch_size)
 
-    other, encoding = added({k.name: FOUR}), q.encode_ms(FOUR)
+    other, encoding = added({k.name: FOUR}), known(q.like(FOUR)).encode_ms
     assert encoding
     assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(added({q.name: FOUR}) + other - encoding)
     assert added({q.name: eight, k.name: FOUR}) == pytest.approx(added({q.name: eight}) + other)

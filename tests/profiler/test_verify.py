@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,8 @@ from mesa_tune.commands.verify import describe
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler import verification
-from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors import unseen
+from mesa_tune.profiler.errors.joint_error import GradientError, JointError
 from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
@@ -85,11 +87,13 @@ class TestVerify:
 
     def test_errors_differ_by_seed_and_repeat(self) -> None:
         first, second = (check(Policy.uniform(level=4)).gradient_errors for check in (checked, checked_anew))
-        assert len(set(first)) == 3 * verification.BATCHES
+        assert len(set(first)) == 3 * unseen.BATCHES
         assert first == second
 
     def test_a_gradient_that_is_not_finite_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(JointError, "errors", lambda *_: [0.1, float("inf")])
+        monkeypatch.setattr(
+            JointError, "errors", lambda *_: [GradientError(0.1, 0.2), GradientError(math.inf, math.inf)]
+        )
         with pytest.raises(RunError, match="infinite or NaN"):
             checked_anew(Policy.uniform(level=4))
 
@@ -129,10 +133,10 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     """Let the measurements of these numbers run out of memory."""
     number = itertools.count()
 
-    def called(*arguments: Any) -> object:
+    def called(*arguments: Any, **more: Any) -> object:
         if next(number) in calls:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return meter.measure_second_step(*arguments)
+        return meter.measure_second_step(*arguments, **more)
 
     monkeypatch.setattr(verification, "measure_second_step", called)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.weights import load_weights
+from mesa_tune.profiler.errors.at_checkpoints import load_weights
 
 SOURCE = """
 from torch import nn, randn

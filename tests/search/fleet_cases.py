@@ -16,7 +16,7 @@ import optuna
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.fleet.studies import Joined, Work, join_search
@@ -35,7 +35,7 @@ class Slow(Weighted):
         super().__init__(profile, WEIGHTS)
         self.seconds = seconds
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         time.sleep(self.seconds)
         return super().errors(policy, pairs)
 
@@ -47,7 +47,7 @@ class Killed(Weighted):
         super().__init__(PROFILE, WEIGHTS)
         self.left = call
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.left -= 1
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)

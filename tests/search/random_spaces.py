@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.search.problem import NONE, Choice, Limits, Link, Module, Space, Unit
 
-SLOTS = 6
+SLOTS, PARTS = 6, 4
 
 
 class Plans(NamedTuple):
@@ -24,16 +24,21 @@ class Plans(NamedTuple):
     chosen: NDArray[np.int64]
     peak: NDArray[np.int64]
     saved: NDArray[np.int64]
-    error: NDArray[np.float64]
     time: NDArray[np.float64]
     ms: NDArray[np.float64]
     noise: NDArray[np.float64]
     bias: NDArray[np.float64]
+    worst: NDArray[np.float64]
+    interacting: NDArray[np.float64]
+
+    def priced(self, price: float, time: float = 1.0) -> NDArray[np.float64]:
+        """What each plan costs, if its noise ratio, without the floor, has this price."""
+        return time * self.time + price * self.interacting
 
     def within(self, limits: Limits) -> NDArray[np.bool_]:
         """Which plans are within the limits."""
         inside = np.ones(len(self.chosen), dtype=bool)
-        for name in ("peak", "saved", "ms", "noise", "bias"):
+        for name in ("peak", "saved", "ms", "noise", "bias", "worst"):
             limit = getattr(limits, name)
             if limit is not None:
                 inside &= getattr(self, name) <= limit * (1 + 1e-9)
@@ -49,7 +54,8 @@ def random_space(chance: np.random.Generator, units: int, options: int) -> Space
         clusters = (tuple(sorted(chance.choice(count, size=2, replace=False).tolist())),)
         for number in clusters[0]:
             derived = tuple(_choice(chance, 16, "derive", derived=True) for _ in range(2))
-            made[number] = Unit(made[number].layers, "fc", (*made[number].choices[:3], *derived))
+            choices = (*made[number].choices[:3], *derived)
+            made[number] = Unit(made[number].layers, "fc", choices, made[number].shares)
     links = tuple(_link(chance, count) for _ in range(int(chance.integers(0, 4))))
     space = Space(
         tuple(made),
@@ -70,12 +76,17 @@ def _unit(chance: np.random.Generator, number: int, size: int) -> Unit:
     choices = [_choice(chance, level, "quantize") for level in levels[: size - 1]]
     if size == 1 or chance.random() < 0.9:
         choices.append(_exact(chance))
-    return Unit((f"layer.{number}",), "fc", tuple(choices))
+    return Unit((f"layer.{number}",), "fc", tuple(choices), _shares(chance))
+
+
+def _shares(chance: np.random.Generator) -> tuple[tuple[int, float], ...]:
+    parts = chance.choice(PARTS, size=int(chance.integers(0, 3)), replace=False)
+    return tuple((int(part), float(10 ** chance.uniform(-1, 1))) for part in parts)
 
 
 def _exact(chance: np.random.Generator) -> Choice:
     live = _interval(chance, int(chance.integers(50, 100)))
-    return Choice(EXACT, 0.0, 0.0, live, int(live.max()), noise=0.0)
+    return Choice(EXACT, 0.0, 0.0, live, int(live.max()))
 
 
 def _choice(
@@ -93,7 +104,6 @@ def _choice(
         live,
         int(live.max()),
         derived,
-        noise=error * float(chance.uniform(0.8, 1.3)),
         root=weight**0.5,
         weight=weight,
         bias=error * float(chance.uniform(0, 0.2)),
@@ -130,7 +140,7 @@ def _modules(chance: np.random.Generator, count: int, links: int) -> Iterator[Mo
                 _choice(chance, level, "recompute", links=needed)
                 for level in (16, 256)[: chance.integers(1, 3)]
             )
-            yield Module(name, tuple(units), choices)
+            yield Module(name, tuple(units), choices, shares=_shares(chance))
 
 
 def all_plans(space: Space) -> Plans:
@@ -141,24 +151,27 @@ def all_plans(space: Space) -> Plans:
         chosen = chosen[(derived == derived[0]).all(0)]
     total: dict[str, NDArray[np.float64]] = {
         name: sum(_of(space, chosen, number, name) for number in range(chosen.shape[1]))  # type: ignore[misc]
-        for name in ("live", "saved", "error", "ms", "noise", "root", "weight", "bias")
+        for name in ("live", "saved", "ms", "noise", "root", "weight", "bias")
     }
     for number, link in enumerate(space.links):
         need = _needed(space, chosen, number)
         total["live"] = total["live"] + need[:, None] * link.live
         total["saved"] = total["saved"] + need * link.saved
-    error = total["error"]
-    expected = np.maximum(error + total["root"] ** 2 - total["weight"], space.floor)
-    ratio = np.where(error > 0, total["noise"] * expected / np.where(error > 0, error, 1), total["noise"])
+    expected = np.maximum(total["noise"] + total["root"] ** 2 - total["weight"], space.floor)
+    own = np.zeros((len(chosen), PARTS))
+    for number, decision in enumerate(space.decisions):
+        for part, share in decision.shares:
+            own[:, part] += share * _of(space, chosen, number, "noise")
     return Plans(
         chosen,
         (total["live"] + space.base).max(1).astype(np.int64),
         (total["saved"] + space.base_saved).astype(np.int64),
-        error,
         total["ms"],
         total["ms"] + space.base_ms,
-        ratio,
+        np.where(total["noise"] > 0, expected, 0.0),
         total["bias"],
+        own.max(1),
+        total["noise"] + total["root"] ** 2 - total["weight"],
     )
 
 

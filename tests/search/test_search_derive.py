@@ -13,7 +13,7 @@ import mesa_tune as mt
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.errors.joint_error import JointError, Pair
+from mesa_tune.profiler.errors.joint_error import GradientError, JointError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Restrictions
@@ -47,9 +47,9 @@ def test_units_that_derive_from_one_another_are_a_cluster(profile: Profile) -> N
 def test_who_derives_keeps_nothing_and_errs_by_what_it_derives_from(profile: Profile) -> None:
     unit = next(unit for unit in make_space(profile).units if unit.layers == DERIVING)
     derived = [choice for choice in unit.choices if choice.derived]
-    assert [(choice.saved, choice.error, choice.settings.store) for choice in derived] == [(0, 0.0, "derive")]
+    assert [(choice.saved, choice.noise, choice.settings.store) for choice in derived] == [(0, 0.0, "derive")]
     norm = next(unit for unit in make_space(profile).units if unit.layers == (NORM,))
-    errors = {(choice.settings, choice.derived): choice.error for choice in norm.choices}
+    errors = {(choice.settings, choice.derived): choice.noise for choice in norm.choices}
     pairs = [(one, replace(one, store="derive")) for one in COARSE]
     both = [pair for pair in pairs if (pair[0], False) in errors and (pair[1], True) in errors]
     assert both
@@ -109,12 +109,9 @@ class Noted:
     def __init__(self) -> None:
         self.policies: list[Policy] = []
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.policies.append(policy)
-        return [1.0 / len(self.policies) for _ in pairs]
-
-    def norms(self, draws: Sequence[int]) -> list[float]:
-        return [1.0 for _ in draws]
+        return [GradientError(1.0, 1.0 / len(self.policies)) for _ in pairs]
 
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         raise AssertionError("the objective is not time")
@@ -140,7 +137,7 @@ def test_the_policy_says_who_derives(profile: Profile) -> None:
     again = Policy.parse(plan.policy.dumps())
     assert all(again.settings("fc", None, name).store == "derive" for name in DERIVING)
     assert again.settings("layernorm", 0, NORM).store == "derive"
-    assert again.is_searched
+    assert again.header.producers
     assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes
 
 
@@ -157,7 +154,7 @@ def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
     assert found.saved_bytes == plan.predicted.saved_bytes
     assert found.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
     # On the profiled batches and as many others.
-    error = np.mean(JointError(work).errors(plan.policy, [(draw, 9) for draw in range(8)]))
+    error = np.mean([each.error for each in JointError(work).errors(plan.policy, [(n, 9) for n in range(8)])])
     assert error / 1.5 < known(plan.predicted.gradient_error) < error * 1.5
 
 
@@ -182,7 +179,8 @@ def test_a_vision_transformer_errs_less_at_the_same_peak(
         chosen = space.assignment(solved.chosen)
         rows = ((layer.tag, layer.index, layer.name, chosen[layer.name]) for layer in profile.layers)
         policy = Policy.from_assignments(rows)
-        errors.append((solved.cost, float(np.mean(JointError(work).errors(policy, [(0, 0), (0, 1)])))))
+        found = JointError(work, own=profile.own_noise).errors(policy, [(0, 0), (0, 1)])
+        errors.append((solved.cost, float(np.mean([each.ratio for each in found]))))
     (predicted, measured), (predicted_without, measured_without) = errors
     assert predicted < 0.8 * predicted_without
     assert measured < measured_without

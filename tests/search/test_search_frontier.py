@@ -12,11 +12,11 @@ from mesa_tune.policy import Policy
 from mesa_tune.search import frontier
 from mesa_tune.search.frontier import pareto
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
-from tests.synthetic import COARSE, is_sorted, synthetic_profile
+from tests.synthetic import COARSE, is_sorted, noisy, synthetic_profile
 
 
 def test_more_memory_never_costs_time_or_error() -> None:
-    profile = replace(synthetic_profile(2, grid=COARSE, seed=1), gradient_noise=0.5, gradient_scale=1.0)
+    profile = replace(noisy(synthetic_profile(2, grid=COARSE, seed=1)), interaction=())
     table = pareto(profile)
     assert set(table["kind"]) == {"plain", "uniform", "time", "error"}
     for objective, column in (("time", "step_ms"), ("error", "gradient_error")):

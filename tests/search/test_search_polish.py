@@ -21,7 +21,9 @@ def _space() -> Space:
     """With a loss that errs in no setting and keeps the tensor that another layer keeps as well."""
     profile = synthetic_profile(1, grid=COARSE, seed=3)
     loss = profile.layer(LOSS)
-    right = replace(loss, options=tuple(replace(option, errors=(0.0,)) for option in loss.options))
+    right = replace(
+        loss, options=tuple(replace(option, gradient_error=0.0, ratios=(0.0,)) for option in loss.options)
+    )
     layers = tuple(right if layer is loss else layer for layer in profile.layers)
     (own,) = (item for item in profile.timeline.kept if item.kind == "plain" and LOSS in item.layers)
     shared = replace(own, layers=("sin.0", *own.layers))
@@ -39,7 +41,7 @@ def positions(space: Space, **wanted: bool) -> list[int]:
 
 
 def costs(space: Space) -> Floats:
-    return np.array([choice.error for unit in space.units for choice in unit.choices])
+    return np.array([choice.noise for unit in space.units for choice in unit.choices])
 
 
 def test_no_second_copy_of_what_is_kept_exactly_anyway(space: Space) -> None:
@@ -50,7 +52,7 @@ def test_no_second_copy_of_what_is_kept_exactly_anyway(space: Space) -> None:
     found = polished(space, Limits(), chosen, costs(space), everything)
     assert space.units[number].choices[found[number]].settings.exact
     assert space.saved(found) < space.saved(chosen)
-    assert space.error(found) <= space.error(chosen)
+    assert space.noise(found) <= space.noise(chosen)
 
 
 def test_a_copy_that_frees_the_tensor_is_worth_it(space: Space) -> None:
@@ -76,5 +78,5 @@ def test_solutions_cannot_be_polished_further(space: Space) -> None:
     for peak in peaks:
         limits = Limits(int(peak))
         solved = known(program.solve(limits))
-        everything = np.ones(len(program.errors), dtype=bool)
-        assert polished(space, limits, solved.chosen, program.errors, everything) == solved.chosen
+        everything = np.ones(len(program.noise), dtype=bool)
+        assert polished(space, limits, solved.chosen, program.noise, everything) == solved.chosen

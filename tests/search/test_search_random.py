@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.solver import Program
+from tests.builders import known
 from tests.search.random_spaces import Plans, all_plans, random_space
 
 GROUPS, EACH = 20, 5
@@ -39,17 +41,21 @@ def test_the_fastest_within_all_limits(group: int) -> None:
     for seed in seeds(group):
         chance, space, plans = problem(seed)
         limits = limits_of(
-            chance, plans, "peak", "noise", *(["saved", "ms", "bias"] if seed % 3 == 0 else [])
+            chance, plans, "peak", "noise", *(["saved", "ms", "bias", "worst"] if seed % 3 == 0 else [])
         )
         inside = plans.within(limits)
         program = Program(space)
-        solved = program.solve(limits, program.times, further=program.errors)
+        price = float(chance.choice([0.0, 1.0, 100.0]))
+        solved = program.solve(limits, program.times, price=price)
         assert (solved is None) is (not inside.any())
         if solved is not None:
             assert limits.allow(space, solved.chosen)
             assert space.is_consistent(solved.chosen)
-            assert solved.cost == pytest.approx(plans.time[inside].min(), rel=1e-5, abs=1e-5)
-            assert solved.bound <= plans.time[inside].min() * (1 + 1e-9) + 1e-12
+            least = plans.priced(price)[inside].min()
+            assert solved.cost == pytest.approx(least, rel=1e-5, abs=1e-5)
+            assert solved.bound <= least * (1 + 1e-9) + 1e-12
+            fastest = program.least(limits, program.times, Deadline())
+            assert known(fastest) <= plans.time[inside].min() * (1 + 1e-9) + 1e-12
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -62,8 +68,8 @@ def test_the_least_error_within_bytes(group: int) -> None:
         assert (solved is None) is (not inside.any())
         if solved is not None:
             assert limits.allow(space, solved.chosen)
-            assert solved.cost == pytest.approx(plans.error[inside].min(), rel=1e-5)
-            assert solved.bound <= plans.error[inside].min() * (1 + 1e-9)
+            assert solved.cost == pytest.approx(plans.priced(1.0, 0.0)[inside].min(), rel=1e-5)
+            assert solved.bound <= plans.priced(1.0, 0.0)[inside].min() * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -89,7 +95,7 @@ def test_costs_of_a_space_are_those_of_the_enumeration() -> None:
             assert space.is_consistent(chosen)
             assert int(space.live(chosen).max()) == plans.peak[row]
             assert space.saved(chosen) == plans.saved[row]
-            assert space.error(chosen) == pytest.approx(plans.error[row])
+            assert space.worst(chosen) == pytest.approx(plans.worst[row])
             assert space.ms(chosen) == pytest.approx(plans.ms[row])
             assert space.noise(chosen) == pytest.approx(plans.noise[row])
 

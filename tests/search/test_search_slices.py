@@ -16,7 +16,7 @@ from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
-from mesa_tune.search.solver import AS_FAST, Program
+from mesa_tune.search.solver import Program
 from mesa_tune.search.steps import solved_best, steps
 from tests.builders import known, language_workload
 
@@ -75,7 +75,8 @@ def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str,
     def cost(**limits: Any) -> float:
         asked: dict[str, Any] = {"objective": objective, "trials": 0, "max_noise_ratio": UNLIMITED}
         predicted = search_policy(profile, budget, **asked, **limits).predicted
-        return known(predicted.step_ms if objective == "time" else predicted.gradient_error)
+        ratio = known(predicted.gradient_noise_ratio)
+        return known(predicted.step_ms) if objective == "time" else ratio
 
     sliced = {LOSS: mt.LayerSettings(store="exact", tile=8)}
     assert cost() == pytest.approx(min(cost(forbid=["tile"]), cost(pins=sliced)))
@@ -85,8 +86,8 @@ def test_what_error_costs_is_no_gap_between_the_better_of_both_steps_and_the_bou
     summed = replace(profile, overlap_ms=0.0)
     plan = mt.search_policy(summed, "85%", objective="time", trials=0, max_noise_ratio=0.5)
     assert plan.gap < 2e-3, "both steps are solved to the end"
-    step_ms = known(plan.predicted.step_ms)
-    assert plan.bound <= step_ms <= 1.002 * plan.bound + AS_FAST * step_ms
+    noise = known(plan.predicted.gradient_noise_ratio)
+    assert plan.bound <= known(plan.predicted.step_ms) * (1 + 8 * noise) <= 1.002 * plan.bound
 
 
 @pytest.mark.parametrize(("objective", "least"), [("error", 0.0), ("time", None)])
@@ -105,8 +106,8 @@ def test_a_step_whose_time_was_up_proves_nothing_and_hides_no_plan(
     step, solved = known(solved_best(*asked))
     assert step.sliced
     floor = possible[0].program.space.base_ms if least is None else least
-    assert solved.least <= floor
-    assert solved.gap > 0.5
+    assert solved.bound <= floor
+    assert solved.gap > 0.25
 
 
 def test_without_time_there_is_an_error_and_not_an_answer(profile: Profile) -> None:

@@ -57,7 +57,7 @@ def test_the_space_adds_up_to_the_timeline(profile: Profile, derives: bool, batc
         assert space.live(chosen).tolist() == profile.timeline.live(assignment, batch_size).tolist()
         predicted = profile.predict_assignment(assignment, batch_size=batch_size)
         assert space.saved(chosen) == predicted.saved_bytes
-        assert space.error(chosen) == pytest.approx(predicted.gradient_error)
+        assert space.noise(chosen) == pytest.approx(profile.noise_ratio(assignment))
         assert space.ms(chosen) == pytest.approx(predicted.step_ms)
 
 
@@ -76,7 +76,7 @@ def test_a_storage_of_compressed_layers_is_paid_while_one_compresses(profile: Pr
         assert space.live(chosen).tolist() == masked.timeline.live(space.assignment(chosen)).tolist()
     for limit in (0.97, 0.8, 0.5):
         saved = int(limit * profile.saved_bytes)
-        within = [space.error(chosen) for chosen in plans if space.saved(chosen) <= saved]
+        within = [space.noise(chosen) for chosen in plans if space.saved(chosen) <= saved]
         assert known(program.solve(Limits(saved=saved))).cost == pytest.approx(min(within))
 
 
@@ -84,8 +84,8 @@ def test_dropped_choices_never_matter(profile: Profile) -> None:
     """Every full assignment is matched or beaten by one of the choices that are left."""
     unit = next(unit for unit in make_space(profile).units if unit.tag == "layernorm")
     for option in profile.layer(unit.layers[0]).options:
-        error = option.gradient_error
-        assert any(choice.error <= (error or 0) and choice.saved <= option.bytes for choice in unit.choices)
+        ratio = option.noise_ratio
+        assert any(choice.noise <= (ratio or 0) and choice.saved <= option.bytes for choice in unit.choices)
 
 
 def test_a_layer_with_nothing_to_win_stays_exact(space: Space) -> None:
@@ -118,7 +118,7 @@ def test_solutions_are_those_of_brute_force(seed: int, factor: float | None) -> 
     assert lowest.bound == pytest.approx(lowest.cost)
     compared = 0
     for limits in limits_between(space, peaks, saved):
-        errors = [space.error(chosen) for chosen in plans if limits.allow(space, chosen)]
+        errors = [space.noise(chosen) for chosen in plans if limits.allow(space, chosen)]
         solved = program.solve(limits)
         assert (solved is None) is (not errors)
         if solved is None:
@@ -126,7 +126,7 @@ def test_solutions_are_those_of_brute_force(seed: int, factor: float | None) -> 
         assert space.is_consistent(solved.chosen)
         assert limits.allow(space, solved.chosen)
         assert solved.cost == pytest.approx(min(errors), rel=1e-6)
-        assert solved.cost == pytest.approx(space.error(solved.chosen))
+        assert solved.cost == pytest.approx(space.noise(solved.chosen))
         assert solved.bound <= solved.cost
         assert solved.gap <= 1e-5
         compared += 1
@@ -163,7 +163,7 @@ def test_every_slot_of_a_large_step_keeps_the_budget() -> None:
 def test_errors_of_any_scale_give_the_same_plan(profile: Profile, space: Space) -> None:
     program = Program(space)
     limits = Limits((profile.peak_bytes * 6) // 10)
-    tiny = known(program.solve(limits, program.errors * 1e-9))
+    tiny = known(program.solve(limits, price=1e-9))
     assert tiny.chosen == known(program.solve(limits)).chosen
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.fleet import studies
@@ -23,6 +23,8 @@ from mesa_tune.search.study.local_search import FULL, SCREEN, fresh, measurement
 from tests.synthetic import COARSE, synthetic_profile
 
 BUDGET = "34%"
+NOISE = 0.5
+"""Of the batches, over their squared gradient: that of `synthetic_profile`."""
 pytestmark = pytest.mark.slow("leaving")
 
 
@@ -35,7 +37,7 @@ class Weighted:
         self.noise = noise
         self.asked: list[Pair] = []
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.asked += pairs
         assignment = self.profile.assignment(policy)
         error = sum(
@@ -43,10 +45,8 @@ class Weighted:
             * self.weights.get(layer.tag, 1.0)
             for layer in self.profile.layers
         )
-        return [error * (1 + self.noise * self._chance(policy, pair)) for pair in pairs]
-
-    def norms(self, draws: Sequence[int]) -> list[float]:
-        return [1.0 for _ in draws]
+        errors = [error * (1 + self.noise * self._chance(policy, pair)) for pair in pairs]
+        return [GradientError(each, each / NOISE) for each in errors]
 
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         raise AssertionError("the objective is not time")
@@ -61,7 +61,7 @@ class Failing(Weighted):
 
     count = 3
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.count -= 1
         if not self.count:
             raise KeyboardInterrupt
@@ -71,6 +71,13 @@ class Failing(Weighted):
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> Profile:
     return synthetic_profile(3, grid=COARSE, seed=1)
+
+
+def _ratio(plan: Plan) -> float:
+    """The plan's ratio; it has none, as the profile has no noise to compare errors with."""
+    assert plan.measured is not None
+    assert plan.measured.noise_ratio is None
+    return plan.measured.solved - plan.measured.gain
 
 
 def study(profile: Profile, objective: Weighted, trials: int, **more: Any) -> Plan:
@@ -84,7 +91,7 @@ def test_it_wins_where_layers_count_otherwise_than_alone(profile: Profile) -> No
     assert plan.measured is not None
     assert plan.policy != solved.policy
     assert plan.measured.gain > 2 * plan.measured.gain_error
-    assert plan.measured.gradient_error < plan.measured.solved
+    assert _ratio(plan) < plan.measured.solved
     assert "won" in plan.won
     assert plan.solver == "HiGHS and study"
     assert plan.predicted.peak_bytes <= solved.predicted.peak_bytes <= (plan.budget_bytes or 0)
@@ -95,7 +102,7 @@ def test_it_wins_where_layers_count_otherwise_than_alone(profile: Profile) -> No
 def test_it_wins_the_same_with_any_seed(profile: Profile) -> None:
     objective = Weighted(profile, {"layernorm": 20.0})
     plans = [study(profile, objective, 25, seed=seed) for seed in range(5)]
-    shares = [plan.measured.gradient_error / plan.measured.solved for plan in plans if plan.measured]
+    shares = [_ratio(plan) / plan.measured.solved for plan in plans if plan.measured]
     assert len(shares) == 5
     assert max(shares) < 1.01 * min(shares) < 0.3
 
@@ -234,7 +241,8 @@ def _assert_refused(profile: Profile, path: Path) -> None:
 
 
 def test_gains_are_paired() -> None:
-    found = measurement([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
+    errors, solved = ([GradientError(x, 2 * x) for x in xs] for xs in ((1.0, 2.0, 3.0), (1.25, 2.25, 3.25)))
+    found = measurement(errors, solved)
     assert found.gain == pytest.approx(0.5)
     assert found.gain_error == pytest.approx(0.0)
     assert found.standard_error > 0.5

@@ -212,7 +212,7 @@ NO_JSON: dict[str, Callable[[str], Change]] = {
 NO_DOCUMENT: dict[str, Callable[[str], Change]] = {
     "of something else": lambda path: text(path, '{"schema": "somebody.else/1"}'),
     "nothing but its schema": lambda path: text(path, json.dumps({"schema": schema(path, 1)})),
-    "of a newer version": lambda path: values(path, schema=schema(path, 2)),
+    "of a newer version": lambda path: values(path, schema=schema(path, 99)),
     "with a text for a number": lambda path: values(path, batch_size="4"),
     "with a NaN": lambda path: values(path, batch_size=float("nan")),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +21,7 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step
 from mesa_tune.workload.user_code import mixed_seed, seeded
-from tests.builders import known, no_trace
+from tests.builders import known, mean_error, no_trace
 from tests.step_memory import swept
 
 WIDTH, BATCH = 64, 96
@@ -173,7 +172,7 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
     ]
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         assert (layer.name, layer.bytes, layer.own_bytes) == (other.name, other.bytes, other.own_bytes)
-        assert [option.errors for option in layer.options] == [option.errors for option in other.options]
+        assert [option.ratios for option in layer.options] == [option.ratios for option in other.options]
     for policy in (PLAIN, FOUR_BITS):
         mine, given = ours.predict(policy), theirs.predict(policy)
         assert (mine.saved_bytes, mine.gradient_error) == (given.saved_bytes, given.gradient_error)
@@ -183,8 +182,8 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
 @EACH
 def test_errors_are_predicted(name: str) -> None:
     work, policy = of_step(name), mt.Policy.uniform(level=4)
-    errors = JointError(work).errors(policy, [(draw, 9) for draw in range(4)])
-    assert 0.5 < statistics.fmean(errors) / known(profiled(name).predict(policy).gradient_error) < 2
+    error = mean_error(JointError(work), policy, [(draw, 9) for draw in range(4)])
+    assert 0.5 < error / known(profiled(name).predict(policy).gradient_error) < 2
 
 
 def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
@@ -261,7 +260,7 @@ def test_an_optimizer_may_call_the_step() -> None:
     work.take_step(net, work.make_batch(), work.make_optimizer(net))
     assert not torch.equal(net.get_parameter("head.weight"), before)
     joint = JointError(work)
-    assert 0 < joint.errors(FOUR_BITS, [(0, 0)])[0] < 0.1
+    assert 0 < joint.errors(FOUR_BITS, [(0, 0)])[0].error < 0.1
     assert torch.equal(joint.model.get_parameter("head.weight"), before)
 
 

@@ -25,7 +25,7 @@ def find_reach(profile: Profile) -> Reach | None:
 def has_prices(profile: Profile) -> bool:
     """Return whether errors were measured: not in the step of a script, and not for bytes only."""
     options = (option for layer in profile.layers for option in layer.options)
-    return any(not option.settings.exact and bool(option.errors) for option in options)
+    return any(not option.settings.exact and bool(option.ratios) for option in options)
 
 
 def advice(profile: Profile, reach: Reach | None) -> list[str]:

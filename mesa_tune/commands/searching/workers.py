@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -119,14 +119,17 @@ def join(
     import torch
 
     from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.timing.step_meter import StepMeter
+    from mesa_tune.profiler.timing.step_meter import measuring
     from mesa_tune.search.fleet.studies import Work, join_search
 
     torch.set_num_threads(job.threads)
     profile = Profile.load(job.profile)
     workload = load_workload(Run(job.folder), profile, "--join measures gradients, so it needs the model")
+    own = profile.own_noise
+    assert own is not None  # a study has started from this profile
     work = Work(job.storage, job.trials, job.timeout, progress, sharing)
-    return join_search(profile, study, work, lambda: StepMeter(workload))
+    with ExitStack() as stack:
+        return join_search(profile, study, work, lambda: stack.enter_context(measuring(workload, own)))
 
 
 def _end_with_the_command() -> None:

@@ -11,15 +11,18 @@ same few layers; the others take theirs of more bits, times what the measured on
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from mesa_tune.profiler.errors.recorded import Floats
 
 Amplified = tuple[str, Any]
 """A layer, and what all options have in common to which its amplification applies."""
 
 Rows = tuple[tuple[Any, ...], ...]
-"""Amplifications as plain values: layer, kind and 1 bit (see `Sensitivity`), pairs of batch and value."""
+"""Amplifications as plain values: layer, kind and 1 bit (see `Sensitivity`), pairs of batch and values."""
 
 LAYERS = 8
 """The first batch measures the amplifications of all groups of layers, each later one of so many or more."""
@@ -31,30 +34,34 @@ class Amplifications:
     """The amplifications that were measured, by batch."""
 
     def __init__(self, rows: Rows = ()) -> None:
-        self.measured: dict[Amplified, dict[int, float]] = {
-            (layer, (kind, one_bit)): dict(values) for layer, kind, one_bit, values in rows
+        self.measured: dict[Amplified, dict[int, Floats]] = {
+            (layer, (kind, one_bit)): {batch: np.array(pair) for batch, pair in values}
+            for layer, kind, one_bit, values in rows
         }
 
     @property
     def rows(self) -> Rows:
         """Plain values, from which an interrupted profile goes on."""
         return tuple(
-            [(layer, *common, tuple(values.items())) for (layer, common), values in self.measured.items()]
+            [
+                (layer, *common, tuple([(batch, tuple(pair.tolist())) for batch, pair in values.items()]))
+                for (layer, common), values in self.measured.items()
+            ]
         )
 
-    def add(self, batch: int, values: Mapping[Amplified, float]) -> None:
+    def add(self, batch: int, values: Mapping[Amplified, Floats]) -> None:
         """Add what was measured on `batch`."""
         for key, value in values.items():
             self.measured.setdefault(key, {})[batch] = value
 
-    def inferred(self, batch: int, layers: Iterable[str], *, due: bool = False) -> dict[Amplified, float]:
+    def inferred(self, batch: int, layers: Iterable[str], *, due: bool = False) -> dict[Amplified, Floats]:
         """Return the amplifications of `layers` on `batch` that follow from what earlier batches measured.
 
         `due`: they are to be measured on this batch. Then only measured ones of 1 bit are returned.
         """
         factor, wanted = self._factor(batch), set(layers)
         known = {
-            key: factor * statistics.fmean(earlier)
+            key: factor * np.mean(earlier, axis=0)
             for key, values in self.measured.items()
             if key[0] in wanted and (earlier := _before(batch, values))
         }
@@ -63,7 +70,7 @@ class Amplifications:
         one_bit = self._one_bit()
         return {(layer, (kind, True)): one_bit * value for (layer, (kind, _)), value in known.items()} | known
 
-    def at(self, batch: int) -> dict[Amplified, float]:
+    def at(self, batch: int) -> dict[Amplified, Floats]:
         """Return all amplifications on `batch`, measured or inferred."""
         measured = {key: values[batch] for key, values in self.measured.items() if batch in values}
         return self.inferred(batch, (layer for layer, _ in self.measured)) | measured
@@ -71,7 +78,7 @@ class Amplifications:
     def _factor(self, batch: int) -> float:
         """Return how much larger the amplifications measured on `batch` are than on the earlier ones."""
         return _factor(
-            (values[batch], statistics.fmean(earlier))
+            (values[batch], np.mean(earlier, axis=0))
             for values in self.measured.values()
             if batch in values and (earlier := _before(batch, values))
         )
@@ -79,20 +86,23 @@ class Amplifications:
     def _one_bit(self) -> float:
         """Return how much larger the amplifications of 1 bit are than those of more bits."""
         return _factor(
-            (value, self.measured[layer, (kind, False)].get(batch, 0.0))
+            (value, self.measured[layer, (kind, False)].get(batch, np.zeros(2)))
             for (layer, (kind, one_bit)), values in self.measured.items()
             if one_bit and (layer, (kind, False)) in self.measured
             for batch, value in values.items()
         )
 
 
-def _factor(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the mean ratio of the first to the second of each pair, drawn to one where pairs are few."""
-    factors = [value / mean for value, mean in pairs if mean > 0]
+def _factor(pairs: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the mean ratio of the first to the second of each pair, drawn to one where pairs are few.
+
+    That of errors beside own noise, for both errors: what is common to all layers belongs to the batch.
+    """
+    factors = [float(value[1] / mean[1]) for value, mean in pairs if mean[1] > 0]
     return (_PRIOR + sum(factors)) / (_PRIOR + len(factors))
 
 
-def _before(batch: int, values: Mapping[int, float]) -> Sequence[float]:
+def _before(batch: int, values: Mapping[int, Floats]) -> Sequence[Floats]:
     return [value for number, value in values.items() if number < batch]
 
 
@@ -108,7 +118,7 @@ def rows_from(values: Iterable[Sequence[Any]]) -> Rows:
             str(layer),
             tuple(kind) if isinstance(kind, list) else kind,
             bool(one_bit),
-            tuple((int(batch), float(value)) for batch, value in pairs),
+            tuple((int(batch), tuple(map(float, values))) for batch, values in pairs),
         )
         for layer, kind, one_bit, pairs in values
     )

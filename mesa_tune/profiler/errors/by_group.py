@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import Gradient, JointError, Pair, squared
+from mesa_tune.profiler.errors.joint_error import Gradient, JointError, Pair
+from mesa_tune.profiler.errors.noise import squared
 from mesa_tune.workload.preserve import preserved
 
 STATE_STEPS = 10
@@ -141,7 +142,8 @@ def _squares(exact: Tensor | None, changed: Tensor | None, scale: Tensor | None)
     """Return ‖ĝ − g‖² and ‖g‖² of one parameter, both gradients divided by `scale`."""
     pair = [None if part is None or scale is None else part.double() / scale for part in (changed, exact)]
     after, before = (changed, exact) if scale is None else pair
-    return squared([after], [before]), squared([before])
+    size = 0.0 if before is None else squared(before)
+    return (size if after is None else squared(after, before)), size
 
 
 def _relative(squares: Sequence[tuple[float, float] | None]) -> float | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,23 +26,26 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.errors.intervals import Errors
+from mesa_tune.profiler.entries import Option
+from mesa_tune.profiler.errors.intervals import Ratios, error_at
 from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, now
 from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
 from mesa_tune.profiler.memory.trace import CallCounter
 
 
-def continued(errors: Errors, own: Sequence[Errors]) -> Errors:
-    """Return the errors of a derivation, known on the first batches, on all batches.
+def continued(option: Option, own: Sequence[Ratios]) -> Option:
+    """Return an option of a derivation, whose errors are known on the first batches, with those on all.
 
-    `own`: errors of the layers that it reaches, each without the others, on all batches.
+    `own`: noise ratios of the layers that it reaches, each without the others, on all batches.
     """
-    sums = list(map(sum, zip(*own, strict=True)))
-    first, others = sums[: len(errors)], sums[len(errors) :]
+    known, sums = option.ratios, list(map(sum, zip(*own, strict=True)))
+    first, others = sums[: len(known)], sums[len(known) :]
     if not sum(first):
-        return (*errors, *[statistics.fmean(errors)] * len(others))
-    ratio = sum(errors) / sum(first)
-    return (*errors, *(ratio * error for error in others))
+        return replace(option, ratios=(*known, *[statistics.fmean(known)] * len(others)))
+    factor = sum(known) / sum(first)
+    ratios = (*known, *(factor * ratio for ratio in others))
+    error = error_at(statistics.fmean(ratios), option.gradient_error, statistics.fmean(known))
+    return replace(option, ratios=ratios, gradient_error=error)
 
 
 class DerivedTensor(NamedTuple):

@@ -15,8 +15,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-Errors = tuple[float, ...]
-"""Relative squared errors, one for each batch."""
+Ratios = tuple[float, ...]
+"""Gradient noise ratios, one for each batch."""
 
 UNSEEN = 16
 """Number of unseen batches over which an interval covers the mean error."""
@@ -28,7 +28,22 @@ LOW_BITS = (1, 2)
 """Bits at which the errors of layers do not simply add up."""
 
 
-def interval(errors: Errors, doubt: float = 0.0) -> tuple[float, float] | None:
+def error_at(ratio: float | None, error: float | None, mean: float | None) -> float | None:
+    """Return the error for a noise `ratio` where the ratio `mean` has `error`; None if one is unknown."""
+    if ratio is None or error is None or mean is None:
+        return None
+    return ratio * (error / mean if mean else 0.0)
+
+
+def scaled(
+    ends: tuple[float, float] | None, error: float | None, mean: float | None
+) -> tuple[float, float] | None:
+    """Return the ends of an error for those of a noise ratio, as `error_at`."""
+    low, high = (error_at(end, error, mean) for end in ends or (None, None))
+    return None if low is None or high is None else (low, high)
+
+
+def interval(errors: Ratios, doubt: float = 0.0) -> tuple[float, float] | None:
     """Return ends between which the mean over `UNSEEN` other batches lies; None with fewer than two batches.
 
     Student's t on the logarithms, because errors of batches are skewed, around the arithmetic mean. The few
@@ -55,7 +70,7 @@ def _quantile(freedom: int) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-def expected(errors: Errors, interaction: float, floor: float) -> tuple[float, tuple[float, float] | None]:
+def expected(errors: Ratios, interaction: float, floor: float) -> tuple[float, tuple[float, float] | None]:
     """Return the mean of `errors` with the `interaction`, and its interval, None with fewer than two batches.
 
     An error above zero is at least `floor`.

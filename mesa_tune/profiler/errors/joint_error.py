@@ -1,4 +1,4 @@
-"""Measure a policy's gradient error, ‖ĝ − g‖² / ‖g‖² over all trained parameters, and the batches' noise.
+"""Measure a policy's gradient error, beside the gradient and beside the noise of the batches.
 
 What is hard: differences must come from the policy alone. The exact and the compressed gradient need the same
 batch, dropout masks and buffers; two policies need the same batches and rounding seeds. So a measurement is
@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
 from mesa_tune.notice import Progress, unshown
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.noise import Noise
-from mesa_tune.profiler.errors.recorded import as_real
+from mesa_tune.profiler.errors.noise import Noise, OwnNoise, Parts, noise_of
+from mesa_tune.profiler.errors.recorded import Floats
 from mesa_tune.profiler.errors.step_gradient import step_gradient, undisturbed
+from mesa_tune.units import counted
 from mesa_tune.workload.checkpoints import with_checkpoints
 from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.user_code import mixed_seed
+from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
 
 Pair = tuple[int, int]
@@ -36,9 +37,10 @@ Pair = tuple[int, int]
 Gradient = list[Tensor | None]
 
 _CACHED_DRAWS = 4
-_MANY = 0.05
-"""Share of the trained elements of which a note tells that their gradients are zero."""
-_PIECE = 1 << 20
+MOST_FIRST_STEPS = 30
+_FIRST_STEPS = 3_000_000
+"""The first draw of the steps that are taken before anything is measured."""
+_LOOKS = 3
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
 NOISE_STEPS, FEWEST_NOISE_STEPS, _NOISE_ERROR = 64, 16, 0.05
@@ -47,60 +49,101 @@ share of it. The noise, and ratios to it, are then known about as well.
 """
 
 
-class JointError:
-    """The relative squared error of the whole gradient under a policy, on a workload's batches.
+class GradientError(NamedTuple):
+    """Error of one gradient: ‖ĝ − g‖² / ‖g‖², and beside the parameters' own noise (NaN: not measured)."""
 
-    `checkpointed`: compute exact gradients with checkpoints, where the plain step does not fit in memory.
+    error: float
+    ratio: float
+
+
+class JointError:
+    """The error of the whole gradient under a policy, on a workload's batches.
+
+    `own`: the parameters' own noise, where it is known; `noise` measures it. `checkpointed`: compute exact
+    gradients with checkpoints, where the plain step does not fit in memory.
     """
 
     def __init__(
-        self, workload: Workload, model: nn.Module | None = None, *, checkpointed: bool = False
+        self,
+        workload: Workload,
+        model: nn.Module | None = None,
+        *,
+        own: OwnNoise | None = None,
+        checkpointed: bool = False,
     ) -> None:
         self.workload = workload
         self.checkpointed = checkpointed
         self.model = workload.build() if model is None else model
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parts = Parts(self.model)
+        self.parameters = self.parts.parameters
+        self.own = own
         self._exact: dict[int, tuple[list[Any], Gradient]] = {}
         self._norms: dict[int, float] = {}
-        self._without_gradient: list[int] = []
+        self.first_steps = 0
+        self.notes: tuple[str, ...] = ()
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A note if many trained weights had gradients of exactly zero in all steps of `noise`.
+    def take_first_steps(self, first: int = 0) -> None:
+        """Train until no weight has a gradient of exactly zero, for `MOST_FIRST_STEPS` at most.
 
-        So it is before the first step of weights behind others that are zero: LoRA's A behind its B.
+        Behind weights that are zero, such as LoRA's B, gradients are zero before the first step, and errors
+        in them are not seen. `first`: the draw on which gradients are looked at. `Workload.steps_before` is
+        another number of steps. They take batches that nothing else uses, and the user's optimizer, at the
+        learning rate that it has without a schedule.
         """
-        sizes = [parameter.numel() for parameter in self.parameters]
-        share = sum(sizes[index] for index in self._without_gradient) / max(1, sum(sizes))
-        if share < _MANY:
-            return ()
-        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        first = names[self._without_gradient[0]]
-        note = (
-            f"{share:.0%} of the trained weights, such as {first!r}, have gradients of "
-            "exactly zero here: errors in these are not seen, and a policy may err more once they train. "
-            "Profile a model that has taken its first steps"
-        )
-        return (note,)
+        most = self.workload.steps_before
+        silent = [] if most == 0 else self._silent(first)
+        if not most and not silent:
+            return
+        optimizer = self.workload.make_optimizer(self.model)
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        stepper, count = self.workload.stepper(optimizer), self.workload.accumulation
+        for number in range(MOST_FIRST_STEPS if most is None else most):
+            draw = _FIRST_STEPS + number
+            with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
+                stepper.run(self.model, self.workload.make_batch(draw=draw * count), self.exact_forward)
+            self._exact.clear()
+            self._norms.clear()
+            self.first_steps += 1
+            if most is None and not self._silent(first):
+                break
+        why = f": before them, {silent[0]} has a gradient of exactly zero" if silent else ""
+        self.notes = (f"{counted(self.first_steps, 'training step')} taken before errors are measured{why}",)
 
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
-        """Return the gradient error of `policy` at each pair.
+    def _silent(self, first: int) -> list[str]:
+        """Return the parameters whose gradients are zero, but computed, on each of some batches."""
+        silent = self.parts.whole_names
+        for draw in range(first, first + _LOOKS):
+            _, gradient = self._exact_at(draw)
+            zero = {
+                name for name, part in zip(self.parts.whole_names, gradient, strict=True) if _is_zero(part)
+            }
+            silent = [name for name in silent if name in zero]
+            if not silent:
+                break
+        return silent
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
+        """Return the error of `policy` at each pair, infinite where the gradient is not finite.
 
         Raise WorkloadError if the exact gradient is zero or not finite, or the workload's functions fail.
         """
         return [self._error(policy, draw, seed) for draw, seed in pairs]
 
-    def norms(self, draws: Sequence[int]) -> list[float]:
-        """Return ‖g‖² of the exact gradients. Raise WorkloadError as `errors` does."""
-        for draw in draws:
-            if draw not in self._norms:
-                self._exact_at(draw)
-        return [self._norms[draw] for draw in draws]
+    def _error(self, policy: Policy, draw: int, seed: int) -> GradientError:
+        return self.relative(self.squares(policy, draw, seed), draw)
 
-    def _error(self, policy: Policy, draw: int, seed: int) -> float:
+    def squares(self, policy: Policy, draw: int, seed: int) -> Floats:
+        """Return ‖ĝ − g‖² of each part of the parameters."""
         exact, changed = self.gradients(policy, draw, seed)
-        error = squared(changed, exact) / self._norms[draw]
-        return error if math.isfinite(error) else math.inf
+        return self.parts.squares(changed, exact)
+
+    def relative(self, squares: Floats, draw: int) -> GradientError:
+        """Return the error of a gradient on a batch; `squares`: ‖ĝ − g‖² of each part."""
+        if not np.isfinite(squares).all():
+            return GradientError(math.inf, math.inf)
+        ratio = math.nan if self.own is None else self.own.ratio(squares)
+        return GradientError(float(squares.sum()) / self._norms[draw], ratio)
 
     def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
         """Return the exact gradient of a step, and that under `policy`."""
@@ -138,7 +181,12 @@ class JointError:
                 self._exact.popitem()  # the latest, because pairs come in the same order again
             batches = self._batches(draw)
             gradient = self._gradient(batches, draw, None, 0)
-            size = squared(gradient)
+            size = float(self.parts.squares(gradient).sum())
+            if size == 0:
+                raise self.workload.step_error(
+                    "gives every parameter the gradient zero, so no error can be measured against it",
+                    "check that the loss depends on the parameters, or give the model a first training step",
+                )
             if not 0 < size < float("inf"):
                 raise WorkloadError(
                     f"the gradient on batch {draw} has the squared norm {size:g}: no error relates to it\n"
@@ -148,7 +196,7 @@ class JointError:
             self._exact[draw] = batches, gradient
         return self._exact[draw]
 
-    def floor(self, draw: int = 0) -> float:
+    def floor(self, draw: int = 0) -> GradientError:
         """Return the error of a step in which all formulas run and nothing is compressed.
 
         It comes from kernels that are not deterministic, and from formulas that compute in another order.
@@ -156,7 +204,7 @@ class JointError:
         batches, exact = self._exact_at(draw)
         with session(self.model, Policy.parse(""), kind=RawConversion) as running:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
-            return squared(gradient, exact) / self._norms[draw]
+            return self.relative(self.parts.squares(gradient, exact), draw)
 
     def noise(
         self,
@@ -171,33 +219,31 @@ class JointError:
         """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
         On every second one the error of `policy` is measured, too, for `Noise.measured`. `goes_on`: asked
-        whether there is time for more than `fewest` steps, and more than one.
+        whether there is time for more than `fewest` steps, and more than one. Errors count beside this noise
+        from then on.
         """
         total: Gradient = [None] * len(self.parameters)
-        sizes: list[float] = []
-        errors: list[float] = []
+        squares: list[Floats] = []
+        errors: list[Floats] = []
         most = max(fewest, most)
         for draw in range(first, first + most):
-            show(f"gradient noise, batch {len(sizes) + 1} of at most {most}", len(sizes) / most)
+            show(f"gradient noise, batch {len(squares) + 1} of at most {most}", len(squares) / most)
             gradient = self._exact_gradient(draw)
-            sizes.append(squared(gradient))
-            if policy is not None and len(sizes) % 2 == 0:
-                errors.append(squared(self._compressed(policy, self._batches(draw), draw, 0), gradient))
+            squares.append(self.parts.squares(gradient))
+            if policy is not None and len(squares) % 2 == 0:
+                changed = self._compressed(policy, self._batches(draw), draw, 0)
+                errors.append(self.parts.squares(changed, gradient))
+                del changed
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
-                if part is not None:  # the clone, because the gradient may be cached
-                    total[index] = part.clone() if sum_ is None else sum_.add_(part)
+                if part is not None:
+                    total[index] = _wide_copy(part) if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
+            sizes = [float(each.sum()) for each in squares]
             if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
                 break
-        self._without_gradient = [index for index, sum_ in enumerate(total) if _is_zero(sum_)]
-        mean = statistics.fmean(sizes)
-        if not 0 < mean < math.inf:
-            return Noise(0.0, 1.0)
-        scattered = sum(sizes) - squared(total) / len(sizes)
-        norms = tuple([size / mean for size in sizes])
-        relative = max(0.0, scattered / (len(sizes) - 1)) / mean
-        measured = statistics.fmean(errors) / mean if errors else None
-        return Noise(relative, statistics.fmean(norms), norms, measured)
+        noise = noise_of(self.parts, squares, self.parts.squares(total), errors)
+        self.own = noise.own
+        return noise
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""
@@ -242,8 +288,13 @@ class JointError:
         return undisturbed(self.model, seed, device, parameters=self.workload.step is not None)
 
 
-def _is_zero(sum_: Tensor | None) -> bool:
-    return sum_ is not None and sum_.layout is torch.strided and not sum_.any()
+def _is_zero(part: Tensor | None) -> bool:
+    return part is not None and part.layout is torch.strided and bool(part.numel()) and not part.any()
+
+
+def _wide_copy(part: Tensor) -> Tensor:
+    """Return a copy, of 16 bits in 32: many are added to it."""
+    return part.float() if part.element_size() < 4 else part.clone()
 
 
 def _is_known(sizes: Sequence[float]) -> bool:
@@ -251,25 +302,6 @@ def _is_known(sizes: Sequence[float]) -> bool:
     if len(sizes) < FEWEST_NOISE_STEPS or len(sizes) % 8:
         return False
     return statistics.stdev(sizes) <= _NOISE_ERROR * math.sqrt(len(sizes)) * statistics.fmean(sizes)
-
-
-def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None) -> float:
-    """Return ‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
-    total = 0.0
-    for pair in zip(gradient, [None] * len(gradient) if other is None else other, strict=True):
-        tensors = [as_real(tensor) for tensor in pair if tensor is not None]
-        for parts in zip(*_pieces(tensors), strict=True):
-            wide = [part.double() for part in parts]
-            difference = wide[0] - wide[1] if len(wide) == 2 else wide[0]
-            total += float(difference.square().sum())
-    return total
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the tensors in equal pieces: copies in 64 bits of a large one would take much memory."""
-    if any(tensor.layout is not torch.strided for tensor in tensors):
-        return [[tensor] for tensor in tensors]
-    return [tensor.reshape(-1).split(_PIECE) for tensor in tensors]
 
 
 def representatives(norms: Sequence[float], count: int) -> list[int]:

@@ -1,44 +1,311 @@
-"""`Noise`: the minibatch's own noise, beside which errors of gradients are invisible or not."""
+"""The minibatch's noise: that of each parameter's gradient is the unit in which its errors count.
+
+What is hard: optimizers such as Adam step every parameter alike, however small its gradient. Before training,
+q and k carry some 1e-6 of the squared gradient, so an error that is small beside the sum over all parameters
+can be 200 times the noise of theirs. So each parameter's error counts beside its own noise. Fused matrices
+would hide q and k again: a matrix counts in parts. And gradients that are zero but for rounding, such as
+those of a bias before batch norm, have hardly any noise: it counts as at least `FLOOR` of the mean.
+"""
 
 from __future__ import annotations
 
-import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from mesa_tune.files import typed
+from mesa_tune.profiler.errors.recorded import Floats, as_real
+
+Shares = tuple[tuple[int, float], ...]
+"""Positions of parts, and their own noise ratio over the ratio of the whole gradient; see `shares_of`."""
+
+MOST_PARTS = 16
+FLOOR = 1e-3
+"""Own noise per element counts as at least this share of the mean noise per element."""
+FEW_ELEMENTS = 64
+"""Parameters of fewer elements are never called the worst: their noise is not known well enough."""
+FEW_SHARE = 0.01
 NO_NOISE = 1e-6
-"""Batches whose gradients vary less than this are all the same: it is what float32 rounds away."""
+"""Batches whose gradients vary less than this, relative to ‖g‖², are all the same: float32 rounds it away.
+
+So a part's own noise counts as at least this share of its own ‖g‖²: only without any gradient it has none.
+"""
+_PIECE, _PIECE_ON_CPU = 1 << 20, 1 << 16
+
+
+@dataclass(frozen=True)
+class ParameterNoise:
+    """Own noise of a trained parameter, or of an equal part of one: Σ‖g_b − ḡ‖² / (n − 1) over batches b."""
+
+    name: str
+    elements: int
+    noise: float
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ParameterNoise:
+        return typed(ParameterNoise, values)
+
+
+@dataclass(frozen=True)
+class OwnNoise:
+    """How errors count: `parameters` beside their own noise.
+
+    Where all batches are equal, `parameters` have the squared norms of their gradients instead of noise, and
+    `is_known` is False.
+    """
+
+    parameters: tuple[ParameterNoise, ...]
+    is_known: bool = True
+
+    @cached_property
+    def _elements(self) -> Floats:
+        return np.array([one.elements for one in self.parameters], dtype=np.float64)
+
+    @cached_property
+    def variances(self) -> Floats:
+        """Noise of each part, of at least `FLOOR` of the mean per element; infinite where it is zero."""
+        noise = np.array([one.noise for one in self.parameters], dtype=np.float64)
+        heard = noise > 0
+        floor = FLOOR * noise.sum() / max(1.0, self._elements[heard].sum()) * self._elements
+        return np.where(heard, np.maximum(noise, floor), np.inf)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A note that names the parameters without any noise, if there are some."""
+        silent = [one.name for one in self.parameters if not one.noise > 0]
+        if not silent:
+            return ()
+        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+        return (
+            f"{silent[0]}{more}: the gradient is exactly zero on all batches, so errors in it do not count",
+        )
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Factors of squared errors: shares, half by elements, half by count, over the part's noise."""
+        heard = np.isfinite(self.variances)
+        elements = np.where(heard, self._elements, 0.0)
+        share = elements / max(1.0, elements.sum()) + heard / max(1, heard.sum())
+        return np.where(heard, share / 2 / self.variances, 0.0)
+
+    def ratio(self, squares: Floats) -> float:
+        """Return the noise ratio, the weighted mean of own ratios; `squares`: ‖ĝ − g‖² of each part."""
+        return float(self.weights @ squares)
+
+    def own(self, squares: Floats) -> Floats:
+        """Return the own ratio of each part."""
+        return squares / self.variances
+
+    def worst(self, squares: Floats) -> tuple[str, float] | None:
+        """Return the part of `FEW_ELEMENTS` or more with the largest own ratio; None if no noise is known."""
+        return self.largest(self.own(squares))
+
+    def largest(self, own: Floats) -> tuple[str, float] | None:
+        """Return the part of `FEW_ELEMENTS` or more with the largest of these own ratios; None if unknown."""
+        large = np.where((self._elements >= FEW_ELEMENTS) & np.isfinite(self.variances), own, -1.0)
+        if not self.is_known or not len(large) or not large.max() >= 0:  # NaN is not, either
+            return None
+        return self.parameters[int(large.argmax())].name, float(large.max())
+
+
+def shares_from(values: Iterable[Sequence[Any]]) -> Shares:
+    """Return the shares that are `values` in JSON."""
+    return tuple([(int(part), float(share)) for part, share in values])
+
+
+def summed(rows: Iterable[tuple[Shares, float]], count: int) -> Floats:
+    """Return the own ratio of each of `count` parts, where each row's shares have this noise ratio."""
+    own = np.zeros(count)
+    for shares, ratio in rows:
+        for part, share in shares:
+            own[part] += share * ratio
+    return own
+
+
+def shares_of(own: OwnNoise, squares: Floats) -> Shares:
+    """Return the own ratio of each part where a change of the gradient has the noise ratio 1.
+
+    `squares`: of a change, by part. Parts that bear less than `FEW_SHARE` of the ratio are left out.
+    """
+    ratio = own.ratio(squares)
+    if ratio <= 0:
+        return ()
+    kept = np.flatnonzero(own.weights * squares >= FEW_SHARE * ratio)
+    return tuple(zip(kept.tolist(), (own.own(squares)[kept] / ratio).tolist(), strict=True))
+
+
+class Parts:
+    """The trained parameters of a model, and the parts in which they count.
+
+    A matrix has as many equal parts along its larger side as this is larger than the smaller, `MOST_PARTS` at
+    most, and so has its bias along this side; a stack of matrices has parts along its first. Embeddings and
+    the weights of convolutions are whole.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.cuts: list[tuple[int, int]] = []
+        self.whole_names: list[str] = []
+        self.names: list[str] = []
+        self.elements: list[int] = []
+        whole, weights = _whole(model), _weights_of_biases(model)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            dim, count = (0, 1) if parameter in whole else _cut(parameter, weights.get(parameter))
+            self.parameters.append(parameter)
+            self.whole_names.append(name)
+            self.cuts.append((dim, count))
+            sizes = (
+                [part.numel() for part in parameter.detach().tensor_split(count, dim)] if count > 1 else []
+            )
+            self.elements += sizes or [parameter.numel()]
+            self.names += [f"{name}, part {n + 1} of {count}" for n in range(count)] if count > 1 else [name]
+        self._position = {parameter: number for number, parameter in enumerate(self.parameters)}
+        self._start = np.cumsum([0, *(count for _, count in self.cuts)]).tolist()
+
+    def squares(
+        self, gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None
+    ) -> Floats:
+        """Return ‖gradient − other‖² of each part; a gradient that is None counts as zero."""
+        others = [None] * len(gradient) if other is None else other
+        return self._summed(enumerate(zip(gradient, others, strict=True)), _squared)
+
+    def squares_of(self, difference: Mapping[nn.Parameter, Tensor]) -> Floats:
+        """Return ‖difference‖² of each part; a parameter that it lacks counts as zero."""
+        tensors = ((self._position[parameter], (delta, None)) for parameter, delta in difference.items())
+        return self._summed(tensors, _squared)
+
+    def products(self, first: Mapping[nn.Parameter, Tensor], second: Mapping[nn.Parameter, Tensor]) -> Floats:
+        """Return the inner products of two differences within each part."""
+        both = first.keys() & second.keys()
+        return self._summed(((self._position[one], (first[one], second[one])) for one in both), torch.mul)
+
+    def _summed(
+        self,
+        tensors: Iterable[tuple[int, tuple[Tensor | None, Tensor | None]]],
+        function: Callable[..., Tensor],
+    ) -> Floats:
+        places, sums = list[int](), list[Tensor]()
+        for number, pair in tensors:
+            given = [as_real(tensor) for tensor in pair if tensor is not None]
+            for part, cut in enumerate(_parts(given, *self.cuts[number]) if given else ()):
+                for piece in _pieces(cut):
+                    places.append(self._start[number] + part)
+                    sums.append(function(*[tensor.double() for tensor in piece]).sum())
+        total = np.zeros(self._start[-1])
+        if sums:
+            np.add.at(total, places, torch.stack([one.to(sums[0].device) for one in sums]).cpu().numpy())
+        return total
+
+
+def squared(tensor: Tensor, other: Tensor | None = None) -> float:
+    """Return ‖tensor − other‖²."""
+    given = [as_real(one) for one in (tensor, other) if one is not None]
+    return sum(float(_squared(*[one.double() for one in piece]).sum()) for piece in _pieces(given))
+
+
+def _squared(tensor: Tensor, other: Tensor | None = None) -> Tensor:
+    return (tensor if other is None else tensor - other).square()
+
+
+def _parts(tensors: Sequence[Tensor], dim: int, count: int) -> Iterator[Sequence[Tensor]]:
+    if count == 1:
+        return iter([tensors])
+    return zip(*[tensor.tensor_split(count, dim) for tensor in tensors], strict=True)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Return the tensors in equal pieces: copies in 64 bits of a large one would take much memory."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return iter([tensors])
+    size = _PIECE if tensors[0].is_cuda else _PIECE_ON_CPU
+    return zip(*[tensor.reshape(-1).split(size) for tensor in tensors], strict=True)
+
+
+def _whole(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that count as one: of embeddings and convolutions."""
+    kinds = (nn.Embedding, nn.EmbeddingBag, _ConvNd)
+    return {
+        parameter
+        for module in model.modules()
+        if isinstance(module, kinds)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _weights_of_biases(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return for each bias the weight of the same module, such as `in_proj_weight` for `in_proj_bias`."""
+    own = [dict(module.named_parameters(recurse=False)) for module in model.modules()]
+    return {
+        bias: named[weight]
+        for named in own
+        for name, bias in named.items()
+        if (weight := name.replace("bias", "weight")) in named
+    }
+
+
+def _cut(parameter: nn.Parameter, weight: nn.Parameter | None = None) -> tuple[int, int]:
+    """Return along which dimension a parameter has parts, and how many; `weight`: of which it is the bias."""
+    shape = parameter.shape
+    if parameter.dim() == 3:
+        return 0, min(max(1, shape[0]), MOST_PARTS)
+    if parameter.dim() == 2 and min(shape) > 0:
+        count = min(round(max(shape) / min(shape)), MOST_PARTS, parameter.numel() // FEW_ELEMENTS)
+        return (0 if shape[0] >= shape[1] else 1), max(1, count)
+    if (
+        parameter.dim() == 1
+        and weight is not None
+        and weight.dim() == 2
+        and len(parameter) == max(weight.shape)
+    ):
+        return 0, _cut(weight)[1]
+    return 0, 1
 
 
 @dataclass(frozen=True)
 class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
-    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `norms`: ‖g_b‖² of each batch, or of those that
-    errors were measured on, over the mean of all n; in a profile times a factor with which the prices predict
-    for a whole policy the mean ‖ĝ − g‖² that was measured. `scale`: the mean of `norms`. `measured`: that
-    mean over the mean ‖g_b‖²; None if no policy was measured.
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖², of all parameters together. `own`: of each. `norms`:
+    the squared norm of each g_b, weighted as errors are, over their mean. `errors`: mean ‖ĝ − g‖² of each
+    part under the policy that was measured; None if none was.
     """
 
     relative: float
-    scale: float
-    norms: tuple[float, ...] = ()
-    measured: float | None = None
+    own: OwnNoise
+    norms: tuple[float, ...]
+    errors: Floats | None = None
 
     @property
     def measured_ratio(self) -> float | None:
-        """The noise ratio of the policy that was measured; None as in `ratio`."""
-        return None if self.measured is None or self.relative < NO_NOISE else self.measured / self.relative
+        """The noise ratio of the policy that was measured; None where all batches are the same."""
+        return None if self.errors is None or not self.own.is_known else self.own.ratio(self.errors)
 
-    def ratio(self, errors: Sequence[float] | None) -> float | None:
-        """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.
+    @property
+    def worst(self) -> tuple[str, float] | None:
+        """The parameter with the largest own ratio under the policy that was measured; None if unknown."""
+        return None if self.errors is None else self.own.worst(self.errors)
 
-        `errors`: relative ones, of the first batches in the order of `norms`. Without norms (older
-        profiles), `scale` stands for each of them.
-        """
-        if errors is None or self.relative < NO_NOISE:
-            return None
-        norms = self.norms or repeat(self.scale)
-        return statistics.fmean(map(operator.mul, errors, norms)) / self.relative
+
+def noise_of(parts: Parts, squares: Sequence[Floats], total: Floats, errors: Sequence[Floats]) -> Noise:
+    """Return the noise of gradients, from squared norms by part: of each, of their sum, of errors."""
+    count, size = len(squares), np.mean(squares, axis=0)
+    scattered = np.maximum(0.0, count * size - total / count) / max(1, count - 1)
+    mean = float(size.sum())
+    relative = float(scattered.sum()) / mean if mean > 0 else 0.0
+    is_known = count > 1 and relative >= NO_NOISE
+    noise = (np.maximum(scattered, NO_NOISE * size) if is_known else size).tolist()
+    rows = zip(parts.names, parts.elements, noise, strict=True)
+    own = OwnNoise(tuple([ParameterNoise(*row) for row in rows]), is_known)
+    sizes = [own.ratio(each) for each in squares]
+    middle = statistics.fmean(sizes)
+    norms = tuple([each / middle for each in sizes]) if middle > 0 else ()
+    return Noise(relative, own, norms, np.mean(errors, axis=0) if errors else None)

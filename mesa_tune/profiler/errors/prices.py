@@ -20,10 +20,11 @@ from mesa_tune.profiler.errors.recorded import Draw
 
 @dataclass(frozen=True)
 class Price:
-    """Price of an option: relative squared errors and milliseconds. `bias`: see `Option`."""
+    """Price of an option: squared errors and milliseconds. `ratio`, `bias`: see `Option`."""
 
     tensor_error: float
     gradient_error: float
+    ratio: float
     measured: bool
     encode_ms: float
     decode_ms: float
@@ -36,6 +37,7 @@ class Price:
             self,
             tensor_error=draw.tensor_error,
             gradient_error=ratio * self.gradient_error,
+            ratio=ratio * self.ratio,
             measured=False,
             encode_ms=draw.encode_ms,
             decode_ms=draw.decode_ms,
@@ -73,11 +75,11 @@ def nearest(
 
 def joint_ratio(draws: Sequence[Draw]) -> float | None:
     """Return the layers' joint error over the sum of their own errors; None if not measured."""
-    own = [draw.total for draw in draws if draw.total is not None]
+    own = [float(draw.total[1]) for draw in draws if draw.total is not None]
     joint = draws[0].joint
     if joint is None or len(own) < len(draws):
         return None if len(draws) > 1 else 1.0
-    return joint / sum(own) if sum(own) else 1.0
+    return float(joint[1]) / sum(own) if sum(own) else 1.0
 
 
 def filled(joint: Sequence[float | None], options: Sequence[LayerSettings]) -> list[float]:

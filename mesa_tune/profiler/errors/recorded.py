@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -22,6 +24,7 @@ from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.errors.expected_rows import expected_square
 
+Floats = NDArray[np.float64]
 Difference = dict[nn.Parameter, Tensor]
 """Changes of parameter gradients."""
 
@@ -30,18 +33,20 @@ Difference = dict[nn.Parameter, Tensor]
 class Draw:
     """Result of one option of one layer with one rounding seed. None: not measured.
 
-    Squared norms of changes: of the layer's own parameter gradients (`local`), of its input gradients
-    (`sent`), of all parameter gradients (`total`); `joint`: the same for all sharers. `bias`: inner products
-    of the changes with two rounding seeds, of the layer's own parameter gradients and of its input gradients.
-    `senders`: the layers whose input gradients change.
+    Errors are pairs, relative to the gradient and beside own noise: of the layer's own parameter gradients
+    (`local`), of all parameter gradients (`total`); `joint`: the same for all sharers. `squares`: ‖ĝ − g‖² of
+    each part, of which `total` is. `sent`: squared norm of the changes of input gradients. `bias`: inner
+    products of the changes with two rounding seeds, as `local` and as `sent`. `senders`: the layers whose
+    input gradients change.
     """
 
     tensor_error: float = 0.0
-    local: float = 0.0
+    local: Floats = field(default_factory=lambda: np.zeros(2))
     sent: float = 0.0
-    total: float | None = None
-    joint: float | None = None
-    bias: tuple[float, float] | None = None
+    total: Floats | None = None
+    squares: Floats | None = None
+    joint: Floats | None = None
+    bias: tuple[Floats, float] | None = None
     senders: set[str] = field(default_factory=set)
     encode_ms: float = 0.0
     decode_ms: float = 0.0
@@ -63,24 +68,16 @@ class Changes:
     final: Difference = field(default_factory=dict)
     sent: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
-    def products(self, other: Changes) -> tuple[float, float]:
-        """Return the inner products with the changes by another seed: of `final`, and of `sent`.
-
-        Their expectation is the squared norm of the mean change: ‖mean‖² − variance / n, for n = 2 seeds.
-        """
-        final = [(delta, other.final[key]) for key, delta in self.final.items() if key in other.final]
+    def sent_products(self, other: Changes) -> float:
+        """Return the inner product of `sent` with that by another seed."""
         edges = {(edge.node, edge.output_nr): delta for edge, delta in other.sent}
         sent = [
             (delta, edges[edge.node, edge.output_nr])
             for edge, delta in self.sent
             if (edge.node, edge.output_nr) in edges
         ]
-        return _product(final), _product(sent)
-
-
-def _product(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    real = ((as_real(a).float(), as_real(b).float()) for a, b in pairs)
-    return sum((a * b).sum().item() for a, b in real)
+        real = ((as_real(a).float(), as_real(b).float()) for a, b in sent)
+        return sum((a * b).sum().item() for a, b in real)
 
 
 @dataclass(frozen=True)

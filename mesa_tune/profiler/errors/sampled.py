@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.intervals import interval
-from mesa_tune.profiler.errors.joint_error import Gradient, squared
-from mesa_tune.profiler.errors.noise import NO_NOISE
+from mesa_tune.profiler.errors.joint_error import Gradient
+from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, ParameterNoise, Parts
+from mesa_tune.profiler.errors.recorded import Floats
 from mesa_tune.profiler.errors.step_gradient import undisturbed
 from mesa_tune.workload.batches import batch_size, select
 from mesa_tune.workload.user_code import mixed_seed
@@ -46,69 +48,86 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """Squared norms of gradients of slices, each a `share` of the batch.
+    """Squared norms of gradients of slices, each a `share` of the batch; arrays of [slices, parts].
 
     `sizes`: ‖g_i‖² of the plain gradients; `errors`: ‖ĝ_i − g_i‖², of some slices; `variances`:
     ‖g_i − g_j‖² / 2 of consecutive slices.
     """
 
     share: float
-    sizes: tuple[float, ...]
-    errors: tuple[float, ...]
-    variances: tuple[float, ...]
+    parts: Parts
+    sizes: Floats
+    errors: Floats
+    variances: Floats
 
     @property
     def model_is_finite(self) -> bool:
         """Whether all plain gradients are finite."""
-        return all(map(math.isfinite, self.sizes))
+        return bool(np.isfinite(self.sizes).all())
 
     @property
     def is_finite(self) -> bool:
         """Whether all gradients are finite."""
-        return self.model_is_finite and all(map(math.isfinite, self.errors))
+        return self.model_is_finite and bool(np.isfinite(self.errors).all())
+
+    @cached_property
+    def own(self) -> OwnNoise | None:
+        """The parameters' own noise between slices; None for one slice, or equal ones."""
+        if not len(self.variances) or self.variances.sum() < NO_NOISE * self.sizes.sum():
+            return None
+        noise = np.maximum(self.variances.mean(0), NO_NOISE * self.sizes.mean(0))
+        rows = zip(self.parts.names, self.parts.elements, noise.tolist(), strict=True)
+        return OwnNoise(tuple([ParameterNoise(*row) for row in rows]))
 
     def noise_ratio(self) -> Estimate | None:
-        """Return mean ‖ĝ − g‖² over the gradient variance; None for one slice, or equal ones."""
-        if not self.variances or sum(self.variances) < NO_NOISE * sum(self.sizes):
+        """Return the noise ratio; None where `own` noise is unknown."""
+        if self.own is None:
             return None
-        variance = statistics.fmean(self.variances)
-        errors = tuple([error / variance for error in self.errors])
-        return Estimate(statistics.fmean(errors), interval(errors, self._variance_doubt()))
+        ratios = tuple([self.own.ratio(squares) for squares in self.errors])
+        doubt = _doubt([self.own.ratio(squares) for squares in self.variances])
+        return Estimate(statistics.fmean(ratios), interval(ratios, doubt))
+
+    @property
+    def worst(self) -> tuple[str, float] | None:
+        """The parameter, or part of one, with the largest own ratio; None where noise is unknown."""
+        return None if self.own is None else self.own.worst(self.errors.mean(0))
 
     def gradient_error(self) -> Estimate | None:
         """Return mean ‖ĝ − g‖² over ‖g‖², both of the whole batch; None if g is zero."""
         least, mean, most = self._sizes_of_batch()
         if mean <= 0:
             return None
-        errors = tuple([self.share * error for error in self.errors])
-        ends = interval(errors, self._variance_doubt())
+        errors = tuple([self.share * float(squares.sum()) for squares in self.errors])
+        ends = interval(errors, _doubt(self.variances.sum(1).tolist()))
         return Estimate(
             statistics.fmean(errors) / mean,
             None if ends is None or least <= 0 else (ends[0] / most, ends[1] / least),
         )
-
-    def _variance_doubt(self) -> float:
-        """Return the relative standard error of the mean of `variances`; each slice is in two of them."""
-        mean = statistics.fmean(self.variances) if self.variances else 0.0
-        return math.sqrt(1.5) * _standard_error(self.variances) / mean if mean > 0 else 0.0
 
     def _sizes_of_batch(self) -> tuple[float, float, float]:
         """Return ‖g‖² of the whole batch, between what it is two standard errors below and above.
 
         It is the mean product of two slices, ‖E g‖², and the variance of the whole batch.
         """
-        if not self.variances:
-            return self.sizes[0], self.sizes[0], self.sizes[0]
-        pairs = zip(self.sizes, self.sizes[1:], self.variances, strict=False)
+        sizes, variances = self.sizes.sum(1).tolist(), self.variances.sum(1).tolist()
+        if not variances:
+            return sizes[0], sizes[0], sizes[0]
+        pairs = zip(sizes, sizes[1:], variances, strict=False)
         products = [(first + second) / 2 - variance for first, second, variance in pairs]
         mean, doubt = statistics.fmean(products), 2 * _standard_error(products)
-        variance = self.share * statistics.fmean(self.variances)
+        variance = self.share * statistics.fmean(variances)
         least, middle, most = [max(0.0, mean + sign * doubt) + variance for sign in (-1, 0, 1)]
         return least, middle, most
 
 
 def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _doubt(variances: Sequence[float]) -> float:
+    """Return the relative standard error of the mean of variances; each slice is in two of them."""
+    mean = statistics.fmean(variances) if variances else 0.0
+    return math.sqrt(1.5) * _standard_error(variances) / mean if mean > 0 else 0.0
 
 
 class SampledError:
@@ -139,39 +158,52 @@ class SampledError:
         # A forward of the wrapper would synchronize buffers and gradients.
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.loss, self.seed = loss, seed
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parts = Parts(self.model)
+        self.parameters = self.parts.parameters
         self.device = str(self.parameters[0].device) if self.parameters else "cpu"
         self.tags: dict[str, str] = {}
+        self.own: OwnNoise | None = None
 
     def measure(self) -> Sample:
         """Measure the model as it stores now; `tags` are then those of the compressed layers, by name."""
         if self.trial.is_new:
             self._compressed(0)
-        sizes, errors, variances = [], [], []
+        sizes, errors, variances = list[Floats](), list[Floats](), list[Floats]()
         before: Gradient | None = None
         for index in range(len(self.slices)):
             plain = self._plain(index)
-            sizes.append(squared(plain))
+            sizes.append(self.parts.squares(plain))
             if before is not None:
-                variances.append(squared(plain, before) / 2)
+                variances.append(self.parts.squares(plain, before) / 2)
             before = None  # it is freed before the next gradient takes memory
             if index % 2 == 0 or len(self.slices) < FEW_SLICES:
-                errors.append(squared(self._compressed(index), plain))
+                errors.append(self.parts.squares(self._compressed(index), plain))
             before = plain
             del plain
         self.tags = self.trial.layers()
-        return Sample(self.share, tuple(sizes), tuple(errors), tuple(variances))
+        none = np.zeros((0, len(self.parts.names)))
+        arrays = [np.stack(squares) if squares else none for squares in (sizes, errors, variances)]
+        sample = Sample(self.share, self.parts, *arrays)
+        self.own = sample.own if sample.model_is_finite else None
+        return sample
 
     @cached_property
     def alone(self) -> dict[str, float]:
-        """‖ĝ − g‖² on the first slice of each layer by itself, the others exact; the largest first.
+        """Error on the first slice of each layer by itself, the others exact; the largest first.
 
         `LOSS` stands for all layers of the loss. An error that is not finite is infinite.
         """
         plain = self._plain(0)
-        errors = {name: squared(self._compressed(0, (name,)), plain) for name in (*self.tags, LOSS)}
+        errors = {name: self._size(self._compressed(0, (name,)), plain) for name in (*self.tags, LOSS)}
         finite = {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
         return dict(sorted(finite.items(), key=lambda item: -item[1]))
+
+    def _size(self, gradient: Gradient, plain: Gradient) -> float:
+        """Return how much a gradient errs: beside own noise, where that was measured."""
+        squares = self.parts.squares(gradient, plain)
+        if self.own is None or not np.isfinite(squares).all():
+            return float(squares.sum())
+        return self.own.ratio(squares)
 
     @property
     def policy(self) -> Policy:

@@ -18,21 +18,19 @@ is alive at a time, and a further backward records the next part.
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, kind
 from mesa_tune.profiler.errors.amplification import Amplified
+from mesa_tune.profiler.errors.noise import OwnNoise, Parts, Shares, shares_of
 from mesa_tune.profiler.errors.prices import (
     Price,
     can_follow,
@@ -47,11 +45,13 @@ from mesa_tune.profiler.errors.recorded import (
     CopyCache,
     Difference,
     Draw,
+    Floats,
     RecordedCall,
     add,
     squared_norm,
     stored,
 )
+from mesa_tune.profiler.errors.recording import Recording
 from mesa_tune.profiler.memory.trace import observing
 
 REFERENCE_BITS = (4, 2, 3, 6)
@@ -59,62 +59,6 @@ REFERENCE_BITS = (4, 2, 3, 6)
 elements; besides those of 1 bit. Where no option has these bits, the nearest does."""
 
 _SECOND_SEED = 1_000_003
-
-PARTS = 4
-"""Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
-
-_FREED = torch.empty(0)
-
-
-@dataclass
-class _Recording(Observer):
-    """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
-
-    `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: the backward of the
-    loss is recorded. A backward that runs inside the loss, as in adversarial training, is not.
-    `sizes`: for each layer, the bytes of its incoming gradients. `wanted`: the layers that have these now.
-    """
-
-    replays: dict[str, list[Replay]] = field(default_factory=dict)
-    hooked: dict[str, list[Tensor]] = field(default_factory=dict)
-    sizes: Counter[str] = field(default_factory=Counter)
-    wanted: frozenset[str] = frozenset()
-    open: bool = False
-    changed: tuple[str, Spec, Tensor] | None = None
-    wants_tensors = True
-
-    def backward(self, replay: Replay) -> None:
-        if self.open:
-            self.replays.setdefault(replay.layer, []).append(replay)
-            self.sizes[replay.layer] += replay.grad.nbytes
-            replay.grad = _FREED
-        elif replay.layer in self.wanted:
-            known = next(known for known in self.replays[replay.layer] if known.node is replay.node)
-            known.grad = replay.grad
-
-    def want(self, layers: Collection[str]) -> None:
-        """Free the incoming gradients, and let the next backward record those of `layers` and of others.
-
-        The others come next in the forward, and do not make the part larger than its share.
-        """
-        forward = list(reversed(self.replays))
-        following = [name for name in forward[forward.index(next(iter(layers))) :] if name not in layers]
-        wanted, size = list(layers), sum(self.sizes[layer] for layer in layers)
-        for layer in following:
-            size += self.sizes[layer]
-            if size * PARTS > self.sizes.total():
-                break
-            wanted.append(layer)
-        self.wanted = frozenset(wanted)
-        for replay in chain.from_iterable(self.replays.values()):
-            replay.grad = _FREED
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        if self.open:
-            self.hooked.setdefault(layer, []).append(tensor)
-        if self.changed is None or self.changed[0] != layer or tensor.numel() <= MIN_ELEMENTS:
-            return tensor
-        return stored(tensor, self.changed[1], self.changed[2])[0]
 
 
 class Sensitivity:
@@ -124,29 +68,33 @@ class Sensitivity:
     that is a bias, with a second rounding seed. `screens`: the errors only choose options. `tries`: how often
     tensors are stored and restored for their times. `amplifications`: those that are known, which are not
     measured. The forward must
-    run in a session of `RawConversion`, and be observed by `recording`.
+    run in a session of `RawConversion`, and be observed by `recording`. `own`: beside which errors count.
+    `shares`: on which parts the error of each layer falls.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parts: Parts,
+        own: OwnNoise,
         seed: int,
         *,
         splits: bool = False,
         screens: bool = False,
         tries: int = TRIES,
     ) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parts, self.own = parts, own
+        self.parameters = parts.parameters
         self.seed, self.splits, self.screens, self.tries = seed, splits, screens, tries
         self.sizes: dict[Any, float] = {}
-        self.recording = _Recording()
+        self.recording = Recording()
         self.outputs: Sequence[Tensor] = ()
         self.gradients: Sequence[Tensor] = ()
         self.exact: Difference = {}
-        self.norm = 0.0
+        self.norm, self.batches = 0.0, 1
         self.references: frozenset[LayerSettings] = frozenset()
         self.leaders: dict[LayerSettings, LayerSettings] = {}
-        self.amplifications: dict[Amplified, float] = {}
+        self.amplifications: dict[Amplified, Floats] = {}
+        self.shares: dict[str, Shares] = {}
 
     def record(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], others: Iterable[Tensor] = ()
@@ -161,14 +109,18 @@ class Sensitivity:
         with observing(self.recording):
             exact = self._backward(outputs, gradients)
         self.recording.open = False
-        total, batches = dict(exact), 1
+        total, self.batches = dict(exact), 1
         if self.recording.hooked:  # only their errors are differences to it; it is as large as the model
             self.exact = exact
         del exact
         for other in others:
             add(total, self._backward([other], [torch.ones_like(other)]))
-            batches += 1
-        self.norm = squared_norm(*total.values()) / batches
+            self.batches += 1
+        self.norm = float(self.parts.squares_of(total).sum())
+
+    def _errors(self, squares: Floats) -> Floats:
+        """Return the error of the step, relative to its gradient and beside own noise; `squares`: by part."""
+        return self.batches * np.array([squares.sum() / self.norm, self.own.ratio(squares)])
 
     def prices(
         self, layers: Sequence[str], options: Sequence[LayerSettings]
@@ -193,7 +145,15 @@ class Sensitivity:
             layer: self._prices({option: draws[option][layer] for option in draws}, options)
             for layer in routed
         }
+        for layer in routed:
+            self._note_shares(layer, [draws[option][layer] for option in options if option.bits > 1])
         return prices, filled(joint, options)
+
+    def _note_shares(self, layer: str, draws: Iterable[Draw]) -> None:
+        """Note on which parts the errors of a layer fall, under the first option of which it was measured."""
+        squares = next((draw.squares for draw in draws if draw.squares is not None), None)
+        if squares is not None:
+            self.shares[layer] = shares_of(self.own, squares)
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer.
@@ -244,8 +204,10 @@ class Sensitivity:
         changes = self._changes(calls, option, self.seed, self.tries)
         draws = {layer: change.draw for layer, change in changes.items()}
         if self.splits:
+            # Its expectation is the squared norm of the mean change: ‖mean‖² − variance / n, for 2 seeds.
             for layer, second in self._changes(calls, option, self.seed + _SECOND_SEED).items():
-                draws[layer].bias = changes[layer].products(second)
+                final = self.parts.products(changes[layer].final, second.final)
+                draws[layer].bias = self._errors(final), changes[layer].sent_products(second)
         for change in changes.values():
             is_known = self._known(change.draw, option) is not None
             self._measure(change, option in self.references and not is_known)
@@ -253,7 +215,7 @@ class Sensitivity:
             together: Difference = {}
             for change in changes.values():
                 add(together, change.final)
-            joint = squared_norm(*together.values())
+            joint = self._errors(self.parts.squares_of(together))
             for draw in draws.values():
                 draw.joint = joint
         return draws
@@ -273,14 +235,16 @@ class Sensitivity:
     def _measure(self, change: Changes, is_reference: bool) -> None:
         """Set the errors of the draw; for a reference, what is sent goes through the graph."""
         draw = change.draw
-        draw.local = squared_norm(*change.final.values())
+        squares = self.parts.squares_of(change.final)
+        draw.local = self._errors(squares)
         draw.sent = squared_norm(*(delta for _, delta in change.sent))
         if not change.sent:
-            draw.total = draw.local
+            draw.total, draw.squares = draw.local, squares
         elif is_reference:
             below = self._backward([edge for edge, _ in change.sent], [delta for _, delta in change.sent])
             add(change.final, below)
-            draw.total = squared_norm(*change.final.values())
+            draw.squares = self.parts.squares_of(change.final)
+            draw.total = self._errors(draw.squares)
 
     def _prices(self, draws: Mapping[LayerSettings, Draw], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the prices of options: of the leaders, and of those that follow them."""
@@ -294,15 +258,15 @@ class Sensitivity:
     def _measured(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> Price:
         """Return the price of an option whose changes were measured, with the amplification of its kind."""
         draw = draws[option]
-        amplification = self._known(draw, option) or self._amplification(draws, option)
+        known = self._known(draw, option)
+        amplification = self._amplification(draws, option) if known is None else known
         if draw.sender is not None and not option.omits:
             self.amplifications[draw.sender, self._pool(option)] = amplification
-        error = max(0.0, draw.local + draw.sent * amplification)
-        price = self._price(draw, error, draw.total is not None)
+        price = self._price(draw, draw.local + draw.sent * amplification, draw.total is not None)
         if draw.bias is None:
             return price
         bias = draw.bias[0] + draw.bias[1] * amplification
-        return replace(price, bias=min(max(0.0, bias / self.norm), price.gradient_error))
+        return replace(price, bias=min(max(0.0, float(bias[1])), price.ratio))
 
     def _references(self, options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
         """Return the options whose changes of input gradients go through the graph.
@@ -323,7 +287,7 @@ class Sensitivity:
         """Return what options must have in common for the amplification of one to be that of the others."""
         return kind(option), option.bits == 1 and not self.screens
 
-    def _amplification(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> float:
+    def _amplification(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> Floats:
         """Return the mean amplification of the references of an option's kind.
 
         An option that leaves out elements has its own.
@@ -336,16 +300,17 @@ class Sensitivity:
             and draw.total is not None
             and draw.sent
         ]
-        return statistics.fmean(measured) if measured else 0.0
+        return np.mean(measured, axis=0) if measured else np.zeros(2)
 
-    def _known(self, draw: Draw, option: LayerSettings) -> float | None:
+    def _known(self, draw: Draw, option: LayerSettings) -> Floats | None:
         """Return the amplification of the only layer whose input gradients change; None if unknown."""
         if draw.sender is None or option.omits:
             return None
         return self.amplifications.get((draw.sender, self._pool(option)))
 
-    def _price(self, draw: Draw, error: float, measured: bool) -> Price:
-        return Price(draw.tensor_error, error / self.norm, measured, draw.encode_ms, draw.decode_ms)
+    def _price(self, draw: Draw, errors: Floats, measured: bool) -> Price:
+        error, ratio = np.maximum(0.0, errors).tolist()
+        return Price(draw.tensor_error, error, ratio, measured, draw.encode_ms, draw.decode_ms)
 
     def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
         """Return the prices for a layer stored by hooks.
@@ -371,14 +336,16 @@ class Sensitivity:
         draw.tensor_error = change / size if size else 0.0
         return draw
 
-    def _hooked_error(self, layer: str, option: LayerSettings) -> float:
+    def _hooked_error(self, layer: str, option: LayerSettings) -> Floats:
         self.recording.changed = (layer, _spec(option), torch.tensor([self.seed]))
         with observing(self.recording):
             gradient = self._backward(self.outputs, self.gradients)
         self.recording.changed = None
         for parameter, exact in self.exact.items():
             gradient[parameter] = gradient[parameter] - exact
-        return squared_norm(*gradient.values())
+        squares = self.parts.squares_of(gradient)
+        self.shares[layer] = shares_of(self.own, squares)
+        return self._errors(squares)
 
     def _backward(self, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> Difference:
         for parameter in self.parameters:

@@ -185,21 +185,32 @@ def measure_step(
 
 
 def measure_second_step(
-    stepper: Stepper, model: nn.Module, batch: Any, forward: Callable[[], Context] = nullcontext
+    stepper: Stepper,
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[], Context] = nullcontext,
+    *,
+    convert: Callable[[], object] | None = None,
 ) -> StepMemory:
-    """Return the memory of the second training step of `model` on `batch`; both steps change the model.
+    """Return the memory of the second training step of `model` on `batch`; the steps change the model.
 
-    The first step creates optimizer state and lazy buffers. Saved: born after the model and the batch, and
-    alive when a backward begins, except parameters, their gradients, buffers, optimizer state and the loss
-    itself; of several backwards the most. Peak: on the CPU the high-water mark of live storages; on CUDA the
-    allocator's own, less what it had allocated before. `forward`: see `Stepper`.
+    The first step creates optimizer state and lazy buffers. `convert`: called after it, and then the memory
+    is that of the first step of the converted model or of the one after it, whichever takes more. Saved: born
+    after the model and the batch, and alive when a backward begins, except parameters, their gradients,
+    buffers, optimizer state and the loss itself; of several backwards the most. Peak: on the CPU the
+    high-water mark of live storages; on CUDA the allocator's own, less what it had allocated before.
+    `forward`: see `Stepper`.
     """
     inputs = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     device = next((tensor.device for tensor in inputs), torch.device("cpu"))
     is_cuda = device.type == "cuda"
     foreign = (torch.cuda.memory_allocated(device) if is_cuda else 0) - bytes_of(inputs)
     with Meter() as meter:
-        stepper.run(model, batch, forward)
+        if convert is None:
+            stepper.run(model, batch, forward)
+        else:
+            stepper.run(model, batch)
+            convert()
         stepper.begin()
         gc.collect()
         static = [*inputs, *tensors_in(stepper.state)]
@@ -210,7 +221,8 @@ def measure_second_step(
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         saved = _SavedBytes(meter, model, static)
-        stepper.run(model, batch, forward, saved)
+        for _ in range(1 if convert is None else 2):
+            stepper.run(model, batch, forward, saved)
         if is_cuda:
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - foreign

@@ -9,6 +9,7 @@ from typing import Any
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.entries import HasOptions, Option
+from mesa_tune.profiler.errors.noise import Shares, shares_from
 from mesa_tune.profiler.price_table import Cost
 
 
@@ -26,12 +27,16 @@ class ModuleEntry(HasOptions):
     input_bytes: int
     rerun_ms: float
     options: tuple[Option, ...]
+    shares: Shares = ()
 
     def cost(self, settings: LayerSettings) -> Cost:
         """Return what it costs to run again from inputs in these settings."""
         position = self.nearest(settings)
         ms = None if position is None else self.rerun_ms + self.options[position].ms
-        return Cost(self.errors(settings), 0.0, ms)
+        option = self.like(settings)
+        if option is None:
+            return Cost(None, None, 0.0, ms)
+        return Cost(option.price_ratios, option.gradient_error, 0.0, ms)
 
     def near(self, bits: int) -> Option:
         """Return the option whose bits are nearest."""
@@ -40,7 +45,8 @@ class ModuleEntry(HasOptions):
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModuleEntry:
         options = tuple(Option.from_dict(option) for option in values["options"])
-        return typed(ModuleEntry, {**values, "options": options})
+        shares = shares_from(values.get("shares", ()))
+        return typed(ModuleEntry, {**values, "options": options, "shares": shares})
 
 
 def with_rerun_times(

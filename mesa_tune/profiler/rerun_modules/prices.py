@@ -19,6 +19,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -33,9 +34,10 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, Option, above_one_bit, kind
 from mesa_tune.profiler.errors.derivation import continued
-from mesa_tune.profiler.errors.intervals import Errors
-from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.errors.recorded import squared_norm, stored
+from mesa_tune.profiler.errors.intervals import Ratios
+from mesa_tune.profiler.errors.joint_error import GradientError, JointError
+from mesa_tune.profiler.errors.noise import Shares, shares_of
+from mesa_tune.profiler.errors.recorded import Floats, squared_norm, stored
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
@@ -159,42 +161,46 @@ class ModulePricing:
         names = [name for name in watch.rerunnable() if name in modules] if watch.options else []
         every = max(1, len(names) // _AT_TWO_LEVELS)
         self.wanted = {name: self.tried[: 1 if number % every else 2] for number, name in enumerate(names)}
-        self.errors: dict[str, dict[LayerSettings, float]] = {}
+        self.errors: dict[str, dict[LayerSettings, GradientError]] = {}
+        self.shares: dict[str, Shares] = {}
 
     def measure(self, joint: JointError, draw: int) -> None:
         """Measure the errors of each block that can run again, on the batch `draw`, the first that prices."""
         for name, options in self.wanted.items():
-            measured: dict[LayerSettings, float] = {}
+            measured: dict[LayerSettings, GradientError] = {}
             for option in options:
-                error = _error(joint, Policy.parse("").rerunning({name: option}), draw)
-                if error is None:
+                squares = _squares(joint, Policy.parse("").rerunning({name: option}), draw)
+                if squares is None:
                     break
-                measured[option] = error
+                measured[option] = joint.relative(squares, draw)
+                if joint.own is not None:
+                    self.shares.setdefault(name, shares_of(joint.own, squares))
             else:
                 self.errors[name] = measured
 
     def entries(self, priced: Profile, forwards: int) -> Iterator[ModuleEntry]:
         """Yield the prices. `priced`: has the errors of layers; `forwards`: number of them in a step."""
         powers = {
-            name: _power(list(measured.values()), self._sizes(name, self.tried, priced))
+            name: _power([each.ratio for each in measured.values()], self._sizes(name, self.tried, priced))
             for name, measured in self.errors.items()
             if len(measured) > 1
         }
         common = fmean(powers.values()) if powers else 1.0
         for name in self.errors:
             seen, power = self.watch.seen[name], powers.get(name, common)
-            errors = {option: self._errors(name, option, priced, power) for option in self.watch.options}
-            options = tuple([self._option(name, option, errors[option]) for option in errors])
-            yield ModuleEntry(name, _input_bytes(seen, None), self.watch.forward_ms(name, forwards), options)
+            options = [self._priced(name, option, priced, power) for option in self.watch.options]
+            ms = self.watch.forward_ms(name, forwards)
+            yield ModuleEntry(name, _input_bytes(seen, None), ms, tuple(options), self.shares.get(name, ()))
 
-    def _errors(self, name: str, option: LayerSettings, priced: Profile, power: float) -> Errors:
-        """Return the errors under `option` by batch, in proportion to a power of those of layers inside."""
+    def _priced(self, name: str, settings: LayerSettings, priced: Profile, power: float) -> Option:
+        """Return the price of `settings`, by batch in proportion to a power of those of layers inside."""
         measured, reference = self.errors[name], self.tried[0]
-        size, tried = self._sizes(name, (option, reference), priced)
-        scale = (size / tried) ** power if option not in measured and min(size, tried) > 0 else 1.0
-        errors = (scale * measured.get(option, measured[reference]),)
-        own = _own(name, option, priced)
-        return continued(errors, own) if own and _own(name, reference, priced) else errors
+        size, tried = self._sizes(name, (settings, reference), priced)
+        scale = (size / tried) ** power if settings not in measured and min(size, tried) > 0 else 1.0
+        error = measured.get(settings, measured[reference])
+        option = self._option(name, settings, GradientError(scale * error.error, scale * error.ratio))
+        own = _own(name, settings, priced)
+        return continued(option, own) if own and _own(name, reference, priced) else option
 
     def _sizes(self, name: str, options: Sequence[LayerSettings], priced: Profile) -> list[float]:
         """Return the sums of the errors of the layers inside a module under each option, on the first batch.
@@ -203,19 +209,20 @@ class ModulePricing:
         """
         own = [_own(name, one, priced) for one in options]
         if all(own):
-            return [sum(errors[0] for errors in layers) for layers in own]
+            return [sum(ratios[0] for ratios in layers) for layers in own]
         return [(one.level - 1) ** -2 for one in options]
 
-    def _option(self, name: str, settings: LayerSettings, errors: tuple[float, ...]) -> Option:
+    def _option(self, name: str, settings: LayerSettings, error: GradientError) -> Option:
         seen = self.watch.seen[name]
         tensor_error, encode_ms, decode_ms = seen.rounding[settings]
         # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
-        packed = any(errors)
+        packed = error.error > 0
         return Option(
             settings=replace(settings, tile=self.slices[name]),
             bytes=_input_bytes(seen, settings if packed else None),
             tensor_error=tensor_error if packed else 0.0,
-            errors=errors,
+            gradient_error=error.error,
+            ratios=(error.ratio,),
             measured=settings in self.errors[name],
             encode_ms=encode_ms if packed else 0.0,
             decode_ms=decode_ms if packed else 0.0,
@@ -223,27 +230,28 @@ class ModulePricing:
         )
 
 
-def _error(joint: JointError, policy: Policy, draw: int) -> float | None:
-    """Return the error of a policy on the batch `draw`; None if its module cannot run again."""
+def _squares(joint: JointError, policy: Policy, draw: int) -> Floats | None:
+    """Return ‖ĝ − g‖² by part on the batch `draw`; None if the module of the policy cannot run again."""
     try:
-        (error,) = joint.errors(policy, [(draw, 0)])
+        squares = joint.squares(policy, draw, 0)
     except (RunError, CheckpointError):
         return None
-    return error if math.isfinite(error) else None
+    return squares if np.isfinite(squares).all() else None
 
 
-def _power(errors: Sequence[float], sizes: Sequence[float]) -> float:
-    """Return the power of the layers' errors (`sizes`) that a module's errors follow from level to level."""
-    if min(*errors, *sizes) <= 0 or sizes[-1] >= sizes[0]:
+def _power(ratios: Sequence[float], sizes: Sequence[float]) -> float:
+    """Return the power of the layers' ratios (`sizes`) that a module's ratios follow from level to level."""
+    if min(*ratios, *sizes) <= 0 or sizes[-1] >= sizes[0]:
         return 1.0
-    return min(math.log(errors[0] / errors[-1]) / math.log(sizes[0] / sizes[-1]), _LARGEST_POWER)
+    return min(math.log(ratios[0] / ratios[-1]) / math.log(sizes[0] / sizes[-1]), _LARGEST_POWER)
 
 
-def _own(name: str, option: LayerSettings, priced: Profile) -> list[Errors]:
-    """Return the errors by batch of the layers inside a module, each alone, under settings like `option`."""
+def _own(name: str, option: LayerSettings, priced: Profile) -> list[Ratios]:
+    """Return the ratios by batch of the layers inside a module, each alone, under settings like `option`."""
     plain = replace(option, store="quantize")
     inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
-    return [errors for layer in inside if (errors := layer.errors(plain)) and any(errors)]
+    priced_like = (layer.like(plain) for layer in inside)
+    return [like.price_ratios for like in priced_like if like is not None and any(like.price_ratios)]
 
 
 def _input_bytes(seen: _Seen, settings: LayerSettings | None) -> int:
