@@ -67,7 +67,7 @@ def _interval_text(ends: tuple[float, float] | None) -> str:
 
 
 def _noise_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"; {format_error(ratio)} of the batches’ own noise"
+    return "" if ratio is None else f"; {format_error(ratio)} of the parameters’ own noise"
 
 
 def _time_card(results: RunResults) -> dict[str, str]:

@@ -105,7 +105,7 @@ def _errors(plan: Plan) -> list[str]:
         lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")
     ratio = plan.predicted.gradient_noise_ratio
     if ratio is not None:
-        lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
+        lines.append(f"  noise ratio     {ratio:.1e} of the parameters' own noise")
     if plan.measured is not None and plan.measured.noise_ratio is not None:
         lines.append(f"                  {plan.measured.noise_ratio:.1e} measured on fresh batches")
     if plan.predicted.worst_own_ratio is not None:
