@@ -163,13 +163,13 @@ class Profile:
         sized = self.timeline.at(batch_size or self.batch_size)
         runs_again = any(settings.store == "recompute" for settings in distinct)
         step = (sized if runs_again else sized.without_reruns).under(assignment)
-        plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
-        cost = self.cost_of(None, assignment, self._derivations.active(plan))
+        active = self._derivations.active(step) if sized is self.timeline.at() else self.active(assignment)
+        cost = self.cost_of(None, assignment, active)
         for name in step.reruns:
             cost = cost.plus(self.rerun_cost(name, assignment[name]))
         ratio, ends = self._expected(cost)
         known = self.own_noise is not None and self.own_noise.is_known
-        worst = self._worst(assignment, self._derivations.active(plan), step.reruns) if known else None
+        worst = self._worst(assignment, active, step.reruns) if known else None
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,

@@ -218,12 +218,13 @@ class JointError:
     ) -> Noise:
         """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
-        On every second one the error of `policy` is measured, too, for `Noise.measured`. `goes_on`: asked
-        whether there is time for more than `fewest` steps, and more than one. Errors count beside this noise
-        from then on.
+        On every second one the error of `policy` is measured, too, for `Noise.measured_ratio`. `goes_on`:
+        asked whether there is time for more than `fewest` steps, and more than one. Errors count beside this
+        noise from then on.
         """
         total: Gradient = [None] * len(self.parameters)
         squares: list[Floats] = []
+        sizes: list[float] = []
         errors: list[Floats] = []
         most = max(fewest, most)
         for draw in range(first, first + most):
@@ -238,7 +239,7 @@ class JointError:
                 if part is not None:
                     total[index] = _wide_copy(part) if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
-            sizes = [float(each.sum()) for each in squares]
+            sizes.append(float(squares[-1].sum()))
             if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
                 break
         noise = noise_of(self.parts, squares, self.parts.squares(total), errors)

@@ -171,6 +171,12 @@ class Parts:
         self._position = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._start = np.cumsum([0, *(count for _, count in self.cuts)]).tolist()
 
+    def own_noise(self, noise: Floats, sizes: Floats, *, is_known: bool = True) -> OwnNoise:
+        """Return the own noise of the parts, at least `NO_NOISE` of `sizes`, their mean ‖g‖²."""
+        floored = np.maximum(noise, NO_NOISE * sizes).tolist()
+        rows = zip(self.names, self.elements, floored, strict=True)
+        return OwnNoise(tuple([ParameterNoise(*row) for row in rows]), is_known)
+
     def squares(
         self, gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None
     ) -> Floats:
@@ -302,9 +308,7 @@ def noise_of(parts: Parts, squares: Sequence[Floats], total: Floats, errors: Seq
     mean = float(size.sum())
     relative = float(scattered.sum()) / mean if mean > 0 else 0.0
     is_known = count > 1 and relative >= NO_NOISE
-    noise = (np.maximum(scattered, NO_NOISE * size) if is_known else size).tolist()
-    rows = zip(parts.names, parts.elements, noise, strict=True)
-    own = OwnNoise(tuple([ParameterNoise(*row) for row in rows]), is_known)
+    own = parts.own_noise(scattered, size) if is_known else parts.own_noise(size, size, is_known=False)
     sizes = [own.ratio(each) for each in squares]
     middle = statistics.fmean(sizes)
     norms = tuple([each / middle for each in sizes]) if middle > 0 else ()

@@ -27,7 +27,7 @@ from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.intervals import interval
 from mesa_tune.profiler.errors.joint_error import Gradient
-from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, ParameterNoise, Parts
+from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, Parts
 from mesa_tune.profiler.errors.recorded import Floats
 from mesa_tune.profiler.errors.step_gradient import undisturbed
 from mesa_tune.workload.batches import batch_size, select
@@ -75,9 +75,7 @@ class Sample:
         """The parameters' own noise between slices; None for one slice, or equal ones."""
         if not len(self.variances) or self.variances.sum() < NO_NOISE * self.sizes.sum():
             return None
-        noise = np.maximum(self.variances.mean(0), NO_NOISE * self.sizes.mean(0))
-        rows = zip(self.parts.names, self.parts.elements, noise.tolist(), strict=True)
-        return OwnNoise(tuple([ParameterNoise(*row) for row in rows]))
+        return self.parts.own_noise(self.variances.mean(0), self.sizes.mean(0))
 
     def noise_ratio(self) -> Estimate | None:
         """Return the noise ratio; None where `own` noise is unknown."""
