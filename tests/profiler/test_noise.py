@@ -38,6 +38,11 @@ def _profile() -> mt.Profile:
     return mt.profile(classifying(), options=OPTIONS, seeds=2)
 
 
+@pytest.fixture(scope="module", name="check")
+def _check() -> mt.Verification:
+    return mt.verify(classifying(), mt.Policy.uniform(level=4), steps=1)
+
+
 def own_of(work: mt.Workload, steps: int) -> OwnByHand:
     """The own noise of the parameters, from the gradients of the first steps."""
     return OwnByHand(work.build(), gradients_of(work, range(steps)))
@@ -94,9 +99,10 @@ def true_ratio(work: mt.Workload, policy: mt.Policy) -> float:
     return own_of(work, 64).mean_ratio(changes_of(work, policy, range(32), seed=7))
 
 
-def test_predicted_and_measured_ratio_are_those_of_many_batches(profile: mt.Profile) -> None:
+def test_predicted_and_measured_ratio_are_those_of_many_batches(
+    profile: mt.Profile, check: mt.Verification
+) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=4)
-    check = mt.verify(work, policy, steps=1)
     sizes = (work.batch_size, 4 * work.batch_size)
     right, at_larger = (true_ratio(work.with_batch_size(size), policy) for size in sizes)
     predicted = profile.predict(policy).gradient_noise_ratio
@@ -378,9 +384,8 @@ def test_the_noise_of_gradients_in_16_bits_is_that_of_their_values() -> None:
     assert [one.noise for one in noise.own.parameters] == pytest.approx(own.variances.tolist(), rel=1e-4)
 
 
-def test_verify_names_the_parameter_with_the_largest_own_ratio() -> None:
+def test_verify_names_the_parameter_with_the_largest_own_ratio(check: mt.Verification) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=4)
-    check = mt.verify(work, policy, steps=1)
     steps = len(JointError(work).noise(first=500_000).norms)
     draws = range(500_000, 500_000 + steps)
     by_hand = OwnByHand(work.build(), gradients_of(work, draws))
@@ -394,9 +399,10 @@ def test_verify_names_the_parameter_with_the_largest_own_ratio() -> None:
 
 def test_the_predicted_worst_own_ratio_is_that_of_whole_steps(profile: mt.Profile) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=16)
-    ratios = torch.stack([own_of(work, 64).own(each) for each in changes_of(work, policy, range(32))]).mean(0)
+    own = own_of(work, 64)
+    ratios = torch.stack([own.own(each) for each in changes_of(work, policy, range(32))]).mean(0)
     predicted = profile.predict(policy)
     position = Parts(work.build()).names.index(known(predicted.worst_parameter))
     assert known(predicted.worst_own_ratio) == pytest.approx(float(ratios[position]), rel=0.5)
-    ratios[own_of(work, 2).elements < 64] = 0.0
+    ratios[own.elements < 64] = 0.0
     assert known(predicted.worst_own_ratio) == pytest.approx(float(ratios.max()), rel=0.5)
