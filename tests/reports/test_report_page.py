@@ -75,11 +75,20 @@ class Page(HTMLParser):
         return " ".join(word for word in self.words if word)
 
 
+@pytest.fixture(scope="module", name="whole")
+def _whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with everything, whose verification says how it was made, and its report."""
+    path = fill(tmp_path_factory.mktemp("run"), plan=PLAN, found=verified(PLAN))
+    folder = Run(path, force=True)
+    with running(["verify", "--steps", "5"]):
+        folder.write(folder.verify, folder.verify.read_text("utf-8"), "inputs")
+    assert report(path) == 0
+    return folder
+
+
 @pytest.fixture(scope="module", name="page")
-def _page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    folder = fill(tmp_path_factory.mktemp("run"), plan=PLAN, found=verified(PLAN))
-    assert report(folder, "--quiet") == 0
-    return Page((folder / "report.html").read_text("utf-8"))
+def _page(whole: Run) -> Page:
+    return Page(whole.report.read_text("utf-8"))
 
 
 class TestPage:
@@ -118,20 +127,12 @@ class TestPage:
         assert "1.5e-03" in page.words
         assert "1.25×" in page.words
         assert "predicted" not in page.text.split("Memory through")[0].replace("; predicted", "")
-        assert "Measured in real steps." in page.words
 
-
-def test_says_how_each_file_was_made_and_on_what(tmp_path: Path) -> None:
-    fill(tmp_path, plan=PLAN, found=verified(PLAN))
-    folder = Run(tmp_path, force=True)
-    with running(["verify", "--steps", "5"]):
-        folder.write(folder.verify, folder.verify.read_text("utf-8"), "inputs")
-    assert report(tmp_path) == 0
-    page = Page((tmp_path / "report.html").read_text("utf-8"))
-    made = folder.made(folder.verify)
-    assert made is not None
-    assert {"mesa-tune verify --steps 5", made.versions, made.date} <= set(page.words)
-    assert f"Measured on cpu ({hardware()}), torch 2.13.0, {made.date}." in page.words
+    def test_says_how_each_file_was_made_and_on_what(self, whole: Run, page: Page) -> None:
+        made = whole.made(whole.verify)
+        assert made is not None
+        assert {"mesa-tune verify --steps 5", made.versions, made.date} <= set(page.words)
+        assert f"Measured on cpu ({hardware()}), torch 2.13.0, {made.date}." in page.words
 
 
 class TestSentence:
@@ -229,7 +230,7 @@ class TestSeveralRuns:
 
 
 class TestCommand:
-    def test_without_plan_shows_what_is_there(
+    def test_shows_what_is_there_and_grows_with_the_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert report(fill(tmp_path)) == 0
@@ -238,6 +239,12 @@ class TestCommand:
         assert "No policy yet" in page.text
         assert "storage_along_depth" not in page.ids
         assert "of which" in page.text
+        assert report(fill(tmp_path, plan=PLAN)) == 0
+        assert "Nothing measured under the policy yet" in (tmp_path / "report.html").read_text("utf-8")
+        assert sorted(path.stem for path in (tmp_path / "figures").glob("*.png")) == FIGURES
+        assert sorted(path.stem for path in (tmp_path / "figures").glob("*.svg")) == FIGURES
+        assert report(fill(tmp_path, plan=PLAN, found=verified(PLAN))) == 0
+        assert "predicted_beside_measured" in (tmp_path / "report.html").read_text("utf-8")
 
     @pytest.mark.parametrize(
         ("profile", "command"),
@@ -251,12 +258,6 @@ class TestCommand:
     def test_without_plan_names_a_command_that_succeeds(self, profile: Profile, command: str) -> None:
         (said,) = RunResults(profile).missing
         assert f"`{command}`" in said
-
-    def test_without_verification_says_so(self, tmp_path: Path) -> None:
-        assert report(fill(tmp_path, plan=PLAN)) == 0
-        assert "Nothing measured under the policy yet" in (tmp_path / "report.html").read_text("utf-8")
-        assert sorted(path.stem for path in (tmp_path / "figures").glob("*.png")) == FIGURES
-        assert sorted(path.stem for path in (tmp_path / "figures").glob("*.svg")) == FIGURES
 
     def test_bytes_only_and_partial_profiles_have_no_front(self, tmp_path: Path) -> None:
         for profile in (synthetic_profile(1, known=False), replace(PROFILE, partial=True)):
@@ -278,11 +279,6 @@ class TestCommand:
         replace(PROFILE, layers_fingerprint="0ther").save(tmp_path / "profile.json")
         assert report(tmp_path) == 1
         assert "another model" in capsys.readouterr().err
-
-    def test_remakes_its_own_and_grows_with_the_run(self, tmp_path: Path) -> None:
-        assert report(fill(tmp_path)) == 0
-        assert report(fill(tmp_path, plan=PLAN, found=verified(PLAN))) == 0
-        assert "predicted_beside_measured" in (tmp_path / "report.html").read_text("utf-8")
 
     def test_does_not_overwrite_what_was_edited(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
