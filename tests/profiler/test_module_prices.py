@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,8 @@ def test_they_are_in_the_document_and_older_profiles_have_none(profile: Profile)
 
 
 def test_no_options_no_prices() -> None:
-    assert mt.profile(WORKLOAD, options=[]).modules == ()
-    dropping = [mt.LayerSettings(level=16, drop=0.5)]
-    assert mt.profile(WORKLOAD, options=dropping, seeds=1).modules == ()
+    work = replace(WORKLOAD, model=lambda: nn.Sequential(MLPBlock(WIDTH)))
+    for options in ([], [mt.LayerSettings(level=16, drop=0.5)]):
+        found = mt.profile(work, options=options, seeds=1)
+        assert found.timeline.modules == ("0",)
+        assert found.modules == ()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT
@@ -45,6 +47,10 @@ def _full() -> Profile:
 @pytest.fixture(scope="module", name="own")
 def _own() -> Profile:
     return mt.profile(classifying(), options=[mt.LayerSettings(level=4), *OWN, RUNNING], seeds=2)
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 64), torch.randint(10, (count,))
 
 
 def _uniform(settings: mt.LayerSettings) -> mt.Policy:
@@ -237,16 +243,33 @@ def test_interaction_adds_to_the_prediction_and_widens_the_interval() -> None:
     assert replace(profile, interaction=((1, 0.1),)).predict(four) == profile.predict(four)
 
 
-def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
+class Branches(nn.Module):
+    """Two layers of one input, and a norm that others derive from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(64), nn.GELU()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(x)
+        return self.head(self.act(self.left(x) + self.right(x)))
+
+
+def test_an_interrupted_profile_has_the_same_prices(tmp_path: Path) -> None:
+    path, work = tmp_path / "profile.json", workload(Branches, rows, batch_size=128)
+    full = mt.profile(work, options=GRID, seeds=BATCHES)
+    assert full.ties
+    assert full.derivations
 
     def stop(text: str, share: float) -> None:
         if 0.7 < BATCHES * share < 1 and "first batch" in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mt.profile(classifying(), options=GRID, seeds=BATCHES, path=path, progress=stop)
-    resumed = mt.profile(classifying(), options=GRID, seeds=BATCHES, path=path)
+        mt.profile(work, options=GRID, seeds=BATCHES, path=path, progress=stop)
+    resumed = mt.profile(work, options=GRID, seeds=BATCHES, path=path)
     for before, after in zip(full.layers, resumed.layers, strict=True):
         for one, two in zip(before.options, after.options, strict=True):
             assert replace(one, encode_ms=0, decode_ms=0) == replace(two, encode_ms=0, decode_ms=0)
