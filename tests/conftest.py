@@ -25,6 +25,8 @@ SLOW = {
     "leaving": "its subject will be replaced",
 }
 MOST_SLOW = 0.15
+SPARED, FEW = {"modules": 0}, 20
+"""How many modules the garbage collector has been spared; so many more are spared with the next ones."""
 
 
 def pytest_configure() -> None:
@@ -36,9 +38,19 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector, which many measurements run, all that exists before the first test."""
+    spare_garbage_collector()
+
+
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > SPARED["modules"] + FEW:
+        spare_garbage_collector()
+
+
+def spare_garbage_collector() -> None:
+    """Spare the garbage collector, which many measurements run, all that exists: modules first of all."""
     gc.collect()
     gc.freeze()
+    SPARED["modules"] = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
