@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import StepMemory, measure_step
+from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, measure_step
 from mesa_tune.profiler.profile import Profile
 
 WIDTH, CLASSES, BATCH = 32, 48, 48
@@ -71,6 +71,13 @@ def measured(work: mt.Workload, policy: mt.Policy, batch_size: int | None = None
     return measure_step(
         model, work.make_batch(batch_size), loss, work.make_optimizer(model), work.training_step
     )
+
+
+def second_step(work: mt.Workload, policy: mt.Policy) -> StepMemory:
+    """The memory of the second real step, as `mt.verify` measures it."""
+    model = mt.convert(work.build(), policy, seed=0)
+    stepper = work.stepper(work.make_optimizer(model))
+    return measure_second_step(stepper, model, work.make_batch(), lambda: mt.compress_saved(policy, seed=0))
 
 
 def check_memory(work: mt.Workload, profile: Profile) -> None:

@@ -39,6 +39,10 @@ def classifying(**options: Any) -> mt.Workload:
     return workload(lambda: ViT(width=32, depth=1), **options)
 
 
+def branching() -> mt.Workload:
+    return workload(Branches, rows, batch_size=128)
+
+
 @pytest.fixture(scope="module", name="full")
 def _full() -> Profile:
     return mt.profile(classifying(), options=GRID, seeds=BATCHES)
@@ -46,7 +50,7 @@ def _full() -> Profile:
 
 @pytest.fixture(scope="module", name="own")
 def _own() -> Profile:
-    return mt.profile(classifying(), options=[mt.LayerSettings(level=4), *OWN, RUNNING], seeds=2)
+    return mt.profile(branching(), options=[mt.LayerSettings(level=4), *OWN, RUNNING], seeds=2)
 
 
 def rows(count: int) -> tuple[Tensor, Tensor]:
@@ -258,7 +262,7 @@ class Branches(nn.Module):
 
 
 def test_an_interrupted_profile_has_the_same_prices(tmp_path: Path) -> None:
-    path, work = tmp_path / "profile.json", workload(Branches, rows, batch_size=128)
+    path, work = tmp_path / "profile.json", branching()
     full = mt.profile(work, options=GRID, seeds=BATCHES)
     assert full.ties
     assert full.derivations

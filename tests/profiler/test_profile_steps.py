@@ -15,7 +15,7 @@ from mesa_tune.profiler import tracing
 from mesa_tune.profiler.memory.step_trace import SlotTrace, StepTrace
 from mesa_tune.profiler.memory.trace import trace_step
 from tests.builders import known, mean, workload
-from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured
+from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured, second_step
 
 WIDTH = 64
 
@@ -55,7 +55,7 @@ def test_the_peak_is_at_the_layer_before_a_dropout_that_drops_nothing() -> None:
     profile = mt.profile(work, options=())
     for policy in (PLAIN, FOUR_BITS):
         predicted = profile.predict(policy)
-        assert predicted.peak_bytes == mt.verify(work, policy, steps=1, seeds=1).policy.peak_bytes
+        assert predicted.peak_bytes == second_step(work, policy).peak_bytes
         assert known(predicted.peak).layer != "3"
 
 

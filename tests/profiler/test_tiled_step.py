@@ -14,6 +14,7 @@ import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import SLICES
 from tests.builders import known, language_workload, workload
+from tests.step_memory import second_step
 
 FOUR = mt.LayerSettings(level=16)
 AGAIN = mt.LayerSettings(level=256, store="recompute")
@@ -35,9 +36,9 @@ POLICIES: dict[str, Callable[[], mt.Policy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_predicted_bytes_are_those_of_a_step_with_slices(profile: Profile, name: str) -> None:
     policy = known(profile.tiled).policy(POLICIES[name]())
-    predicted, measured = profile.predict(policy), mt.verify(language_workload(), policy, steps=1, seeds=1)
-    assert predicted.saved_bytes == measured.policy.saved_bytes
-    assert predicted.peak_bytes == measured.policy.peak_bytes
+    predicted, found = profile.predict(policy), second_step(language_workload(), policy)
+    assert predicted.saved_bytes == found.saved_bytes
+    assert predicted.peak_bytes == found.peak_bytes
     assert predicted.peak_bytes < profile.predict(POLICIES[name]()).peak_bytes
 
 

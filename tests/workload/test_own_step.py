@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from tests.builders import known, mean_error, no_trace
-from tests.step_memory import swept
+from tests.step_memory import second_step, swept
 
 WIDTH, BATCH = 64, 96
 PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
@@ -117,7 +116,6 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
     "GAN": (Gan, gan),
     "clipped, averaged": (Net, clipped_and_averaged),
 }
-EACH = pytest.mark.parametrize("name", STEPS)
 
 
 def of_step(name: str) -> mt.Workload:
@@ -131,12 +129,6 @@ def profiled(name: str) -> mt.Profile:
     return mt.profile(of_step(name), options=OPTIONS, seeds=2)
 
 
-def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
-    model = mt.convert(work.build(), policy, seed=0)
-    stepper = work.stepper(work.make_optimizer(model))
-    return measure_second_step(stepper, model, work.make_batch(), lambda: mt.compress_saved(policy, seed=0))
-
-
 def mixed(profile: mt.Profile) -> mt.Policy:
     """One setting after the other."""
     choices = cycle([mt.LayerSettings(level=level) for level in (16, 4, 256)] + [EXACT])
@@ -148,12 +140,12 @@ def mixed(profile: mt.Profile) -> mt.Policy:
 def test_bytes_are_predicted(name: str) -> None:
     work, profile = of_step(name), profiled(name)
     for policy in (PLAIN, FOUR_BITS, mixed(profile)):
-        found, predicted = measured(work, policy), profile.predict(policy)
+        found, predicted = second_step(work, policy), profile.predict(policy)
         assert predicted.saved_bytes == found.saved_bytes
         # The measurement also holds a loss. Of mixed settings, the time of a death may be a guess.
         share = 0.001 if policy in (PLAIN, FOUR_BITS) else 0.01
         assert -16 <= predicted.peak_bytes - found.peak_bytes <= share * found.peak_bytes
-    larger = measured(work.with_batch_size(200), FOUR_BITS)
+    larger = second_step(work.with_batch_size(200), FOUR_BITS)
     at_200 = profile.predict(FOUR_BITS, batch_size=200)
     assert abs(at_200.saved_bytes - larger.saved_bytes) <= 16
     assert abs(at_200.peak_bytes - larger.peak_bytes) <= 0.001 * larger.peak_bytes
@@ -179,7 +171,7 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
         assert abs(mine.peak_bytes - given.peak_bytes) <= 16  # when the loss dies
 
 
-@EACH
+@pytest.mark.parametrize("name", swept(STEPS, {"clipped, averaged"}))
 def test_errors_are_predicted(name: str) -> None:
     work, policy = of_step(name), mt.Policy.uniform(level=4)
     error = mean_error(JointError(work), policy, [(draw, 9) for draw in range(4)])
