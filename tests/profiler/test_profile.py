@@ -226,6 +226,7 @@ def test_a_converted_model_goes_on_as_if_it_had_not_been_profiled() -> None:
 
 def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> None:
     path, work = tmp_path / "profile.json", workload_of("reused")
+    two = [mt.LayerSettings(level=level) for level in (4, 16)]
     seen: list[str] = []
 
     def stop(text: str, share: float) -> None:
@@ -234,14 +235,14 @@ def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=stop)
+        mt.profile(work, options=two, seeds=1, path=path, progress=stop)
     partial = Profile.load(path)
     done = [layer.name for layer in partial.layers if layer.options]
     assert partial.partial
     assert 0 < len(done) < len(partial.layers)
     again: list[str] = []
     note = lambda text, _: again.append(text)  # noqa: E731
-    whole = mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=note)
+    whole = mt.profile(work, options=two, seeds=1, path=path, progress=note)
     assert not whole.partial
     assert all(layer.options for layer in whole.layers)
     left = [unit for unit in seen_units(whole) if not set(unit) <= set(done)]

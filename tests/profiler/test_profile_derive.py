@@ -110,8 +110,8 @@ def test_a_timeline_of_before_derives_nothing() -> None:
 def test_gradients_of_the_batch_are_not_disturbed_by_looking() -> None:
     """The step that shows who derives leaves no gradients and no random numbers behind."""
     state = torch.get_rng_state()
-    model = workload_of("transformer").build()
-    mt.profile(workload(lambda: model, text_batch), options=[])
+    model = workload_of("dropped").build()
+    assert mt.profile(workload(lambda: model, text_batch), options=[]).timeline.kept
     assert all(parameter.grad is None for parameter in model.parameters())
     assert F.mse_loss(torch.get_rng_state().float(), state.float()) == 0
 
@@ -184,7 +184,7 @@ def test_each_price_is_that_of_whole_backwards(name: str, level: int) -> None:
 def test_prices_of_derivations_follow_the_group_size() -> None:
     small, large = (mt.LayerSettings(level=16, group_size=size) for size in (256, 1024))
     profile = mt.profile(workload_of("transformer"), options=[small, large], seeds=3)
-    pairs = [(1, seed) for seed in range(8)] + [(2, seed) for seed in range(8)]
+    pairs = [(draw, seed) for draw in (1, 2) for seed in range(4)]
     assert profile.derivations
     for one in profile.derivations:
         few, many = (only(profile, one, settings) for settings in (small, large))

@@ -225,8 +225,8 @@ class TestSeveralRuns:
         assert "--format html" in capsys.readouterr().err
 
     def test_one_run_named_twice_is_one(self, folders: list[str]) -> None:
-        assert run(["report", folders[2], folders[2]]) == 0
-        assert (Path(folders[2]) / "report.html").is_file()
+        assert run(["report", folders[2], folders[2], "--format", "json"]) == 0
+        assert (Path(folders[2]) / "report.json").is_file()
 
 
 class TestCommand:

@@ -25,7 +25,7 @@ WORKLOAD = workload(partial(gpt2, layers=2, use_cache=False, resid_pdrop=0.0), w
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> mt.Profile:
-    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=2)
+    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=1)
 
 
 @pytest.fixture(scope="module", name="space")
