@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, measure_step
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.tracing import StepTracer
 
 WIDTH, CLASSES, BATCH = 32, 48, 48
 SETTINGS = [mt.LayerSettings(level=256), mt.LayerSettings(level=16)]
@@ -71,6 +74,11 @@ def measured(work: mt.Workload, policy: mt.Policy, batch_size: int | None = None
     return measure_step(
         model, work.make_batch(batch_size), loss, work.make_optimizer(model), work.training_step
     )
+
+
+def without_parts() -> AbstractContextManager[Any]:
+    """Let profiles trace no parts of blocks in slices, which most tests do not look at."""
+    return mock.patch.object(StepTracer, "parts", return_value={})
 
 
 def second_step(work: mt.Workload, policy: mt.Policy) -> StepMemory:

@@ -16,7 +16,7 @@ import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
 from tests import builders
 from tests.engine.test_deriving import Gated
-from tests.step_memory import Composed
+from tests.step_memory import Composed, without_parts
 
 BATCH, SEEDS, WIDTH, TOKENS = 8, 8, 64, 20
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
@@ -169,6 +169,6 @@ def workload_of(name: str) -> mt.Workload:
 @cache
 def profile_of(name: str) -> mt.Profile:
     """The profile that all tests of this model look at."""
-    if name in MODELS:
-        return mt.profile(workload_of(name), options=fast_grid(), seeds=SEEDS)
-    return mt.profile(workload_of(name), options=[mt.LayerSettings(level=n) for n in (4, 16, 256)], seeds=4)
+    options = fast_grid() if name in MODELS else [mt.LayerSettings(level=n) for n in (4, 16, 256)]
+    with without_parts():
+        return mt.profile(workload_of(name), options=options, seeds=SEEDS if name in MODELS else 4)

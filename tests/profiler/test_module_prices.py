@@ -17,7 +17,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
 from tests.builders import MLPBlock, mean_error, workload
-from tests.step_memory import regression
+from tests.step_memory import regression, without_parts
 
 WIDTH, ROWS = 64, 128
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
@@ -57,7 +57,8 @@ def _again(module: str, settings: mt.LayerSettings) -> mt.Policy:
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> Profile:
-    return mt.profile(WORKLOAD, options=OPTIONS, seeds=4)
+    with without_parts():
+        return mt.profile(WORKLOAD, options=OPTIONS, seeds=4)
 
 
 def test_only_blocks_that_can_run_again_have_prices(profile: Profile) -> None:

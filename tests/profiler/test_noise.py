@@ -95,16 +95,11 @@ def test_accumulation_averages_noise_away() -> None:
     assert eight.relative < 0.5 * one.relative
 
 
-def true_ratio(work: mt.Workload, policy: mt.Policy) -> float:
-    return own_of(work, 64).mean_ratio(changes_of(work, policy, range(32), seed=7))
-
-
-def test_predicted_and_measured_ratio_are_those_of_many_batches(
-    profile: mt.Profile, check: mt.Verification
-) -> None:
+def test_both_ratios_are_those_of_many_batches(profile: mt.Profile, check: mt.Verification) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=4)
-    sizes = (work.batch_size, 4 * work.batch_size)
-    right, at_larger = (true_ratio(work.with_batch_size(size), policy) for size in sizes)
+    both = (work, work.with_batch_size(4 * work.batch_size))
+    changes = (changes_of(one, policy, range(32), seed=7) for one in both)
+    right, at_larger = (own_of(one, 64).mean_ratio(each) for one, each in zip(both, changes, strict=True))
     predicted = profile.predict(policy).gradient_noise_ratio
     for found in (predicted, check.gradient_noise_ratio):
         assert found == pytest.approx(right, rel=0.5)
@@ -251,9 +246,8 @@ def test_half_of_the_ratio_goes_by_elements_and_half_by_count() -> None:
     noise, squares = own((900, 9.0), (100, 4.0)), np.array([18.0, 2.0])
     assert noise.own(squares).tolist() == [2.0, 0.5]
     assert noise.ratio(squares) == pytest.approx(((0.9 * 2.0 + 0.1 * 0.5) + (2.0 + 0.5) / 2) / 2)
-    assert noise.ratio(np.array([9.0, 4.0])) == pytest.approx(
-        1.0
-    )  # an error as large as the noise throughout
+    # An error as large as the noise throughout.
+    assert noise.ratio(np.array([9.0, 4.0])) == pytest.approx(1.0)
 
 
 def test_noise_counts_as_at_least_a_thousandth_of_the_mean_per_element() -> None:

@@ -22,6 +22,7 @@ from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
 from mesa_tune.profiler.pricing import LayerPrices, candidates
 from mesa_tune.profiler.profile import Prediction, Profile
 from tests.builders import ViT, known, workload
+from tests.step_memory import without_parts
 from tests.synthetic import noisy, synthetic_profile
 
 BATCHES = 3
@@ -45,7 +46,8 @@ def branching() -> mt.Workload:
 
 @pytest.fixture(scope="module", name="full")
 def _full() -> Profile:
-    return mt.profile(classifying(), options=GRID, seeds=BATCHES)
+    with without_parts():
+        return mt.profile(classifying(), options=GRID, seeds=BATCHES)
 
 
 @pytest.fixture(scope="module", name="own")

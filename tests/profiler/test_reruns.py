@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from tests.builders import gpt2, llama, own_loss, words, workload
 from tests.profiler.models import pixels, resnet
-from tests.step_memory import measured, swept
+from tests.step_memory import measured, swept, without_parts
 
 PARTS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "all": lambda names: names,
@@ -49,7 +49,8 @@ def workload_of(name: str) -> mt.Workload:
 
 @cache
 def profile_of(name: str) -> mt.Profile:
-    return mt.profile(workload_of(name), options=[])
+    with without_parts():
+        return mt.profile(workload_of(name), options=[])
 
 
 @pytest.mark.parametrize("name", swept(MODELS, SWEPT))

@@ -16,6 +16,7 @@ from mesa_tune.search.problem import NONE, Space
 from mesa_tune.search.space import make_space
 from tests.builders import gpt2, own_loss, words, workload
 from tests.search.random_spaces import units_inside
+from tests.step_memory import without_parts
 
 BLOCKS = tuple(f"transformer.h.{number}" for number in range(2))
 
@@ -25,7 +26,8 @@ WORKLOAD = workload(partial(gpt2, layers=2, use_cache=False, resid_pdrop=0.0), w
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> mt.Profile:
-    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=1)
+    with without_parts():
+        return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=1)
 
 
 @pytest.fixture(scope="module", name="space")
