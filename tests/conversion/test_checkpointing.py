@@ -287,13 +287,14 @@ def test_a_profile_accounts_for_all_saved_bytes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PRICED)
 def test_errors_are_those_without_checkpoints(kind: str) -> None:
+    # On the first batch, which measures all layers. Which of them the second measures, and which it infers,
+    # depends on the order of layers, and that is another one in reentrant checkpoints.
     expected, errors = (
-        {layer.name: [option.gradient_error for option in layer.options] for layer in profiled(each).layers}
+        {layer.name: [option.ratios[0] for option in layer.options] for layer in profiled(each).layers}
         for each in ("none", kind)
     )
-    # Reentrant checkpoints change the order of layers, and with it on which batches each is measured.
     for name, values in expected.items():
-        assert errors[name] == pytest.approx(values, rel=0.01)
+        assert errors[name] == pytest.approx(values, rel=1e-3)
 
 
 @pytest.mark.slow("training")
