@@ -35,14 +35,15 @@ from mesa_tune.profiler.profiling import profile
 from mesa_tune.profiler.timing.duration import announcing
 from mesa_tune.runs.folder import DEFAULT_RUN, MADE_BY, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
-from mesa_tune.search.api import check_request, plain_fits
+from mesa_tune.search.api import plain_fits
+from mesa_tune.search.request import check_request
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.units import counted, format_bytes, format_error
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
 from mesa_tune.workload.instance.optimizers import unwrapped
-from mesa_tune.workload.instance.rank_zero import require_alone, text_of_rank_zero
+from mesa_tune.workload.instance.rank_zero import is_rank_zero, require_alone, text_of_rank_zero
 from mesa_tune.workload.preserve import set_aside
 from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload, in_training_mode
@@ -100,6 +101,30 @@ def auto(
         WorkloadError: `batch`, `loss` or `optimizer` fail or return something unusable.
         RunError: files in `run` that `auto` did not write, a model whose steps need all processes.
     """
+    options = {"autocast": autocast, "accumulation": accumulation, "fast": fast, "timeout": timeout}
+    convert_within(model, batch, loss, budget=budget, optimizer=optimizer, run=run, **options, **search)
+    if conversion_of(model) is not None and is_rank_zero():
+        where = "" if Path(run) == DEFAULT_RUN else f', run="{run}"'
+        say(f'to look again as it trains: monitor = mt.Monitor(model, loss, remedy="plan"{where})')
+        say("and after each optimizer step: monitor.step(batch)")
+    return model
+
+
+def convert_within(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    budget: int | str | None,
+    optimizer: Any = None,
+    run: str | Path = DEFAULT_RUN,
+    autocast: str | None = None,
+    accumulation: int = 1,
+    fast: bool = False,
+    timeout: float | None = None,
+    **search: Any,
+) -> None:
+    """Do what `auto` does, for a training that looks again by itself."""
     inspect.signature(search_policy).bind(None, budget, workload=None, timeout=timeout, **search)
     check_request("1GB" if budget == AUTO else budget, timeout=timeout, **search)
     request = _Request(budget, search, timeout)
@@ -127,13 +152,12 @@ def auto(
             return measured.identified(loss, optimizer).plan().policy.dumps()
 
     policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
-    if not policy.rules:
-        return revert(model)
-    convert(model, policy)
+    revert(model)
+    if policy.rules:
+        convert(model, policy)
     conversion = conversion_of(model)
     if accumulation == 1 and conversion is not None:
         conversion.watched = _WATCHED
-    return model
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.memory.distinct import Assignment
@@ -19,9 +16,10 @@ from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.clusters import producers
 from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.linear.highs import Deadline
-from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
+from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
+from mesa_tune.search.request import Request, check_request
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
 from mesa_tune.search.steps import Step, solved_in_time, steps
@@ -34,34 +32,6 @@ if TYPE_CHECKING:
 
 TRIALS = 100
 TIMEOUT = 120.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """Arguments of the search, in bytes and milliseconds. `requested`: the budget as the user wrote it.
-
-    `limits`: without those on noise ratio and bias.
-    """
-
-    profile: Profile
-    batch_size: int
-    budget: int | None
-    baseline: Baseline
-    limits: Limits
-    pins: Pins
-    restrictions: Restrictions
-    objective: str
-    max_noise_ratio: float
-    seed: int
-    requested: Budget | None
-
-    @property
-    def identity(self) -> str:
-        """JSON, equal for equal requests."""
-        pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
-        asked = (self.objective, str(self.max_noise_ratio), self.restrictions.to_dict())
-        parts = [self.batch_size, vars(self.limits), pins, self.seed, *asked]
-        return json.dumps(parts, sort_keys=True)
 
 
 def search_policy(
@@ -158,37 +128,6 @@ def search_policy(
     with nullcontext(measure) if measure else _measuring(profile, workload) as meter:
         outcome = _improved(request, step, solved, meter, work)
     return _plan(request, program, solved, outcome, work.trials)
-
-
-def check_request(
-    budget: int | str | None,
-    *,
-    trials: int | None = None,
-    timeout: float | None = None,
-    batch_size: int | None = None,
-    max_batch: bool = False,
-    max_saved: int | str | None = None,
-    max_slowdown: float | None = None,
-    max_noise_ratio: float = MAX_NOISE_RATIO,
-    objective: str = "auto",
-    forbid: Iterable[str] | None = None,
-    only: Iterable[str] | None = None,
-    **_: object,
-) -> None:
-    """Raise what `search_policy` raises for arguments that are wrong for every profile."""
-    check_objective(objective, budget)
-    _require_positive("batch size", batch_size, whole=True)
-    if max_batch and (budget is None or batch_size is not None):
-        raise BudgetError("max-batch: needs a budget and no batch size\nit finds the largest that fits")
-    if trials is not None and trials < 0:
-        raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
-    for name, value in (("timeout", timeout), ("max-slowdown", max_slowdown)):
-        _require_positive(name, value)
-    _require_positive("max-noise-ratio", max_noise_ratio, finite=False)
-    for amount, name in ((budget, "budget"), (max_saved, "max-saved")):
-        if amount is not None:
-            parse_bytes(amount, name)
-    Restrictions.of(forbid, only)
 
 
 def _limits(
@@ -346,6 +285,7 @@ def _plan(
         objective=solved.objective,
         why=solved.why,
         max_noise_ratio=solved.limits.noise,
+        request=request.again(predicted.reserved_bytes or predicted.peak_bytes),
     )
 
 
@@ -385,13 +325,3 @@ def _won(outcome: Outcome | None, limit: int | None) -> str:
     if not outcome.won:
         return f"{trials} found nothing better on fresh batches, so the solved plan stays{hint}"
     return f"{trials} won {outcome.won}{hint}"
-
-
-def _require_positive(name: str, value: float | None, *, whole: bool = False, finite: bool = True) -> None:
-    if value is None or (math.isinf(value) and value > 0 and not finite):
-        return
-    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
-        kind = "an integer of at least 1" if whole else "above zero"
-        raise BudgetError(
-            f"{name} {value!r}: must be {kind}\ngive such a number, or leave it out for the default"
-        )

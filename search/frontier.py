@@ -77,8 +77,8 @@ def _curve(
     limits = noise_limits(profile, Limits(), ratio if objective == "time" else math.inf)
     if isinstance(limits, str):
         return
-    lowest = [(step, _lowest(step, limits)) for step in possible]
-    reached = [(int(solution.cost), step, solution) for step, solution in lowest if solution]
+    smallest = [(step, lowest(step, limits)) for step in possible]
+    reached = [(int(solution.cost), step, solution) for step, solution in smallest if solution]
     if not reached:
         return
     least = min(cost for cost, _, _ in reached)
@@ -87,9 +87,9 @@ def _curve(
     for peak in sorted(_between(least, plain, budgets, through)):
         found = [
             (costs(step, objective, solution), step, solution)
-            for cost, step, smallest in reached
+            for cost, step, least_peak in reached
             if cost <= peak
-            for solution in [_solved(step.program, objective, limits, peak) or smallest]
+            for solution in [_solved(step.program, objective, limits, peak) or least_peak]
         ]
         # Where the time did not suffice, the plan of the smaller budget is the better one.
         best = [min(found + best, key=operator.itemgetter(0))]
@@ -108,7 +108,8 @@ def _between(least: int, plain: int, count: int, through: int | None) -> list[in
     return budgets
 
 
-def _lowest(step: Step, limits: Limits) -> Solution | None:
+def lowest(step: Step, limits: Limits) -> Solution | None:
+    """Return the solution of the lowest peak, to 1 % or as close as seconds allow; None if there is none."""
     return step.program.smallest_peak(limits, gap=_GAP, deadline=Deadline(2 * _SECONDS))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Plan:
     solution is above it by at most `gap` of itself. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
     study improved of the exact solution. `history`: the trials of the study, the exact solution first.
+    `request`: arguments of `search_policy` that `solved_again` solves with, as values for JSON.
     """
 
     policy: Policy
@@ -91,6 +92,7 @@ class Plan:
     why: str = ""
     max_noise_ratio: float | None = None
     history: tuple[TrialEntry, ...] = ()
+    request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:

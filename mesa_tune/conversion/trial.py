@@ -19,6 +19,7 @@ from mesa_tune.conversion.model import ConvertedForward, convert
 from mesa_tune.conversion.wrapping import CONVERTED
 from mesa_tune.engine.observer import watch
 from mesa_tune.errors import RunError
+from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import MODULE
 from mesa_tune.policy.settings import EXACT
 
@@ -37,6 +38,7 @@ class _TrialConversion(Conversion):
         self.__dict__.update(original.__getstate__())
         self.original = original
         self.only: Collection[str] | None = None
+        self.watched = 0  # the training's gradients may be alive
         self.min_elements = int(share * original.min_elements)
         self.keys = {device: key.clone() for device, key in original.keys.items()}
         self.catalog = copy.deepcopy(original.catalog)
@@ -110,8 +112,11 @@ class Trial:
         policy = self.original.policy
         for name, tag in layers.items():
             policy = policy.with_settings(tag, [name], EXACT)
-        root = self.forwards[0].module
-        convert(root, policy, seed=seed, min_elements=self.original.min_elements)
+        self.convert(policy, seed)
+
+    def convert(self, policy: Policy, seed: int) -> None:
+        """Convert the model again, with another policy and this rounding seed."""
+        convert(self.forwards[0].module, policy, seed=seed, min_elements=self.original.min_elements)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

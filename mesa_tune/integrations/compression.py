@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from mesa_tune.autotune import auto, summary
+from mesa_tune.autotune import convert_within, summary
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.free_memory import AUTO
+from mesa_tune.monitor import Monitor, Reading
 from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
@@ -46,7 +47,8 @@ class Training:
     `model`: the module to convert, without the framework's wrappers. For measurements: `loss(model, batch)`,
     the scalar loss of a plain step; `batches()`, an iterable that changes nothing of the training's order;
     `optimizer`, that of the training; `accumulation`, batches per optimizer step; `autocast`, as in
-    `Workload`. `step`: optimizer steps taken before, if the training was resumed.
+    `Workload`. `step`: optimizer steps taken before, if the training was resumed. `compiled`: whether the
+    training runs a compiled `model`.
     """
 
     model: nn.Module
@@ -56,15 +58,16 @@ class Training:
     accumulation: int = 1
     autocast: str | None = None
     step: int = 0
+    compiled: bool = False
 
 
 class Compression:
     """The compression of one model in a training: by a policy, or by measurements for a budget.
 
     `policy`: a `Policy`, the path of a policy file, or its text. `budget`: as in `mt.auto`, which also takes
-    the options of `search`. `retune`: number of optimizer steps after which `mt.Retune` measures again, in
-    place of `mt.auto`. `saved`: the `state_dict` of the checkpoint that a training resumes from, or of the
-    training's end.
+    the options of `search`; a `Monitor` with the remedy "plan" then looks again as it trains. `retune`:
+    number of optimizer steps after which `mt.Retune` measures again, in place of both. `saved`: the
+    `state_dict` of the checkpoint that a training resumes from, or of the training's end.
     """
 
     def __init__(
@@ -84,13 +87,15 @@ class Compression:
             raise PolicyError("retune measures for a budget\ngive budget in place of policy")
         if budget is not None and (budget != AUTO or retune is not None):
             parse_bytes(budget)
-        self.policy = None if policy is None else _read(policy)
+        self.policy = None if policy is None else _policy_of(policy)
         self.budget = budget
         self.retune = retune
         self.search = search
         self.model: nn.Module | None = None
         self.saved: Mapping[str, Any] | None = None
         self._retuning: Retune | None = None
+        self._monitor: Monitor | None = None
+        self._batches: list[Any] = []
         self._losses = 0
 
     @property
@@ -106,13 +111,38 @@ class Compression:
         """
         self.model, self._losses = revert(training.model), 0
         self._retuning = self._make_retuning(training)
-        if not (training.step and self.saved and self._resume(training.model, self.saved)):
+        saved = self.saved if training.step else None
+        resumed = saved is not None and self._resume(training.model, saved)
+        if not resumed:
             self._convert(training)
+        self._monitor = self._make_monitor(training)
+        if saved is not None and resumed:
+            self._take_over(saved)
+
+    def _make_monitor(self, training: Training) -> Monitor | None:
+        """Return the monitor of a budget's plan; None where nothing is compressed or measured."""
+        policy = self._current()
+        if self.budget is None or self.retune is not None or policy is None or not policy.rules:
+            return None
+        assert training.loss is not None
+        run = self.search.get("run", DEFAULT_RUN)
+        try:
+            monitor = Monitor(training.model, training.loss, remedy="plan", run=run)
+        except RunError as error:
+            self._say(f"the noise ratio is not read while it trains: {error}")
+            return None
+        monitor.steps = training.step
+        monitor.may_convert &= not training.compiled
+        return monitor
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as in a checkpoint that is loaded after the start; None: its model was plain."""
-        if self.model is not None and state is not None:
-            self._resume(self.model, state)
+        if self.model is not None and state is not None and self._resume(self.model, state):
+            self._take_over(state)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        if self._monitor is not None and state.get("monitor"):
+            self._monitor.load_state_dict(state["monitor"])
 
     def _resume(self, model: nn.Module, saved: Mapping[str, Any]) -> bool:
         """Convert with the policy of a checkpoint, in its state; warn and return False if it had another."""
@@ -136,10 +166,11 @@ class Compression:
             convert(training.model, self.policy)
             self._say(f"activations are stored by {self.policy.source}{_in_brackets(self.policy)}")
         elif self._retuning is not None:
-            self.stepped(_first(training))
+            self.saw(_first(training))
+            self.stepped()
         else:
             assert training.loss is not None
-            auto(
+            convert_within(
                 training.model,
                 training.batches(),
                 training.loss,
@@ -159,12 +190,22 @@ class Compression:
         retuning.steps = training.step and training.step + 1  # the call before the first step counts
         return retuning
 
-    def stepped(self, batch: Any) -> bool:
-        """Note an optimizer step on `batch`; return True if the model was measured again."""
-        measured = self._retuning is not None and self._retuning.step(batch)
-        if measured and self._retuning is not None and self._retuning.plan is not None:
+    def saw(self, batch: Any) -> None:
+        """Note a batch of the optimizer step that comes, or a micro-batch, for a measurement after it."""
+        if self._retuning is not None or (self._monitor is not None and self._monitor.is_next_due):
+            self._batches.append(batch)
+
+    def stepped(self) -> dict[str, Any]:
+        """Note an optimizer step on the batches seen; return what to log if the model was measured again."""
+        batches, self._batches = self._batches, []
+        if self._monitor is not None:
+            reading = self._monitor.step(*batches)
+            return {} if reading is None else {**self.logs(), **_read(reading)}
+        if self._retuning is None or not self._retuning.step(batches[-1]):
+            return {}
+        if self._retuning.plan is not None:
             self._say(summary(self._retuning.plan))
-        return measured
+        return self.logs()
 
     @staticmethod
     def _say(text: str) -> None:
@@ -199,6 +240,7 @@ class Compression:
             "policy": policy.dumps(),
             "losses": self._losses,
             "compression": state_dict(self.model),
+            "monitor": self._monitor and self._monitor.state_dict(),
         }
 
     def logs(self) -> dict[str, Any]:
@@ -229,6 +271,12 @@ def predicted(text: str) -> dict[str, float]:
         key = f"mesa/{name.removeprefix('own ').replace(' ', '_')}" + ("_bytes" if unit else "")
         numbers[key] = float(parse_bytes(f"{number}{unit}").bytes or 0) if unit else float(number)
     return numbers
+
+
+def _read(reading: Reading) -> dict[str, float]:
+    """Return what a reading measured, under names for logs."""
+    numbers = {"noise_ratio": reading.noise_ratio, "worst_own_ratio": reading.worst_own_ratio}
+    return {f"mesa/measured_{name}": number for name, number in numbers.items() if number is not None}
 
 
 def _in_brackets(policy: Policy) -> str:
@@ -265,7 +313,7 @@ def _first(training: Training) -> Any:
         return next(iter(training.batches()))
 
 
-def _read(policy: Policy | str | Path) -> Policy:
+def _policy_of(policy: Policy | str | Path) -> Policy:
     if isinstance(policy, Policy):
         return policy
     return Policy.parse(text) if "\n" in (text := str(policy)) else Policy.load(policy)

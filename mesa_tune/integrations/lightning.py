@@ -32,15 +32,18 @@ class MesaTuneCallback(Callback):
 
     `MesaTuneCallback("policy.txt")`, also a `Policy` or a policy file's text, or
     `MesaTuneCallback(budget="6GB")`: before the first step, `mt.auto` then searches a policy on random
-    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. With
-    `retune=1000`, `mt.Retune` measures instead, and again every 1000 optimizer steps.
+    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. After
+    50, 100, 200, 400, ... steps `mt.Monitor` reads the noise ratio and, where it has outgrown the plan,
+    solves that again within the same budget. With `retune=1000`, `mt.Retune` measures instead, and again
+    every 1000 optimizer steps.
 
     The policy is for the LightningModule, whose names begin with those of its attributes (`net.fc1`), or for
     its part `module` (`module="net"`, names such as `fc1`). What `training_step` calls itself is named
     `loss.*`. The policy's file with a digest of its text (`mesa/policy`) goes to the hyperparameters of the
     loggers, its predictions to their metrics (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`,
-    `mesa/noise_ratio`), once per policy. Checkpoints have the plain model, and the callback's own state, by
-    which a resumed training is bitwise equal.
+    `mesa/noise_ratio`), once per policy, with readings (`mesa/measured_noise_ratio`,
+    `mesa/measured_worst_own_ratio`) when they are made. Checkpoints have the plain model, and the callback's
+    own state, by which a resumed training is bitwise equal.
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
     """
@@ -80,6 +83,7 @@ class MesaTuneCallback(Callback):
             trainer.accumulate_grad_batches,
             AUTOCAST.get(str(trainer.precision)),
             trainer.global_step,
+            getattr(pl_module, "_compiler_ctx", None) is not None,
         )
         self.compression.start(training)
         if pl_module.automatic_optimization:
@@ -87,7 +91,7 @@ class MesaTuneCallback(Callback):
             self._patches.enter_context(patch.object(pl_module, "training_step", step))
         else:
             warn_once("mesa-tune: with manual optimization, calls of training_step itself stay exact")
-        self._log(trainer)
+        self._log(trainer, self.compression.logs())
 
     def _compressing(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(training_step)
@@ -112,11 +116,12 @@ class MesaTuneCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure again if it is time to."""
+        self.compression.saw(batch)
         if trainer.global_step == self._steps:
             return  # gradients accumulate
         self._steps = trainer.global_step
-        if self.compression.stepped(batch):
-            self._log(trainer)
+        if numbers := self.compression.stepped():
+            self._log(trainer, numbers)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the module plain again."""
@@ -135,8 +140,8 @@ class MesaTuneCallback(Callback):
         """Take over the state of a checkpoint, for the training that starts next."""
         self.compression.saved = state_dict
 
-    def _log(self, trainer: Trainer) -> None:
-        numbers = self.compression.logs()
+    @staticmethod
+    def _log(trainer: Trainer, numbers: dict[str, Any]) -> None:
         policy = {"mesa/policy": numbers.pop("mesa/policy")}
         for logger in trainer.loggers:
             logger.log_hyperparams(policy)

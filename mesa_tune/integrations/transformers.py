@@ -35,12 +35,15 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
 
     `MesaTuneCallback("policy.txt")`, also a `Policy` or a policy file's text, or
     `MesaTuneCallback(budget="6GB")`: before the first step, `mt.auto` then searches a policy on random
-    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. With
-    `retune=1000`, `mt.Retune` measures instead, and again every 1000 optimizer steps.
+    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. After
+    50, 100, 200, 400, ... steps `mt.Monitor` reads the noise ratio and, where it has outgrown the plan,
+    solves that again within the same budget. With `retune=1000`, `mt.Retune` measures instead, and again
+    every 1000 optimizer steps.
 
     The loss of the Trainer counts as outside the model: rules for `loss.*` compress it. The policy's file
     with a digest of its text (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`,
-    `mesa/gradient_error`, `mesa/noise_ratio`) go through `Trainer.log` once per policy. Checkpoints are those
+    `mesa/gradient_error`, `mesa/noise_ratio`) go through `Trainer.log` once per policy, readings
+    (`mesa/measured_noise_ratio`, `mesa/measured_worst_own_ratio`) when they are made. Checkpoints are those
     of the plain model; `trainer_state.json` has what makes a resumed training bitwise equal.
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
@@ -55,7 +58,6 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
         **search: Any,
     ) -> None:
         self.compression = Compression(policy, budget, retune, search)
-        self._batch: Any = None
         self._patches = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -78,6 +80,7 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
             args.gradient_accumulation_steps,
             AUTOCAST.get(trainer.accelerator.mixed_precision),
             state.global_step,
+            bool(args.torch_compile),
         )
         # A checkpoint of a Trainer without this callback has no entry, which the next checkpoint needs.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -89,8 +92,8 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
     def _compressing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute_loss)
         def run(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.compression.retune is not None and torch.is_grad_enabled():
-                self._batch = dict(inputs)  # a copy: a Trainer with a loss of its own takes the labels out
+            if torch.is_grad_enabled():
+                self.compression.saw(dict(inputs))  # a copy: a loss of the user's takes the labels out
             with self.compression.compressing_loss():
                 return compute_loss(model, inputs, *args, **kwargs)
 
@@ -98,8 +101,8 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure again if it is time to."""
-        if self.compression.stepped(self._batch):
-            _calling_trainer().log(self.compression.logs())
+        if numbers := self.compression.stepped():
+            _calling_trainer().log(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model and the Trainer plain again."""

@@ -9,7 +9,7 @@ take the nearest option's, scaled with 1 / (level − 1)². The gradient error i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +26,9 @@ from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import error_at, expected, scaled
 from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, ParameterNoise, summed
 from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.prediction import Prediction
-from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
+from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, Floats, PriceTable
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.profiler.shown import profile_html
 from mesa_tune.profiler.tiled_step import TiledStep, other_slices, without_slices
@@ -39,17 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Derivation",
-    "ExactEntry",
     "LayerEntry",
     "ModuleEntry",
     "Option",
     "Prediction",
     "Profile",
-    "SavedSpan",
-    "Slot",
-    "TensorEntry",
     "Tie",
-    "Timeline",
 ]
 
 _REMEDY = "make it again with `mesa-tune profile model.py --force`"
@@ -169,7 +164,8 @@ class Profile:
             cost = cost.plus(self.rerun_cost(name, assignment[name]))
         ratio, ends = self._expected(cost)
         known = self.own_noise is not None and self.own_noise.is_known
-        worst = self._worst(assignment, active, step.reruns) if known else None
+        own = self._own_ratios(assignment, active, step.reruns)
+        worst = None if self.own_noise is None else self.own_noise.largest(own)
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,
@@ -225,16 +221,19 @@ class Profile:
             return None, None
         return expected(cost.ratios, cost.interaction, self.error_floor)
 
-    def _worst(
-        self, assignment: Assignment, active: ActiveDerivations, reruns: Collection[str]
-    ) -> tuple[str, float] | None:
-        """Return the parameter with the largest own ratio, by sums of single layers; None if unknown."""
+    def own_ratios(self, policy: Policy) -> Floats:
+        """Return the own noise ratio of each of `parameters` under `policy`, by sums of single layers."""
+        assignment = self.assignment(policy)
+        known = self.in_slices if any(one.tile > 1 for one in assignment.values()) else self
+        step = known.timeline.at().under(plain := without_slices(assignment))
+        return known._own_ratios(plain, known._derivations.active(step), step.reruns)
+
+    def _own_ratios(self, assignment: Assignment, active: ActiveDerivations, reruns: set[str]) -> Floats:
         ratios = self._prices.by_layer(assignment, active).tolist()
         rows = [(layer.shares, ratio) for layer, ratio in zip(self.layers, ratios, strict=True)]
         again = (entry for entry in self.modules if entry.name in reruns)
         rows += [(entry.shares, entry.cost(assignment[entry.name]).ratio or 0.0) for entry in again]
-        own = summed(rows, len(self.parameters))
-        return None if self.own_noise is None else self.own_noise.largest(own)
+        return summed(rows, len(self.parameters))
 
     def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
         if added_ms is None or self.exact_ms is None:

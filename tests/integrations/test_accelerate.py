@@ -189,7 +189,7 @@ def test_a_model_is_measured_on_the_device_and_in_the_steps_of_its_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, measured, given = Loop(mixed_precision="bf16", accumulation=2), ViT(depth=1), Mock()
-    monkeypatch.setattr(compression, "auto", given)
+    monkeypatch.setattr(compression, "convert_within", given)
     monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
     convert(
         loop.accelerator, measured, budget="6GB", batches=[], loss=cross_entropy, optimizer=loop.optimizer

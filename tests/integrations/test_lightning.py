@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import mesa_tune as mt
+from mesa_tune import monitor
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations import compression
 from mesa_tune.integrations.lightning import MesaTuneCallback
 from tests.builders import ViT
-from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter
+from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter, sharpen
 
 
 class Dropping(ViT):
@@ -235,7 +236,7 @@ def test_a_budget_is_measured_in_the_steps_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = Mock()
-    monkeypatch.setattr(compression, "auto", given)
+    monkeypatch.setattr(compression, "convert_within", given)
     steps: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_steps": 1}
     module, _ = fitted(tmp_path, MesaTuneCallback(budget="6GB"), **steps)
     assert given.call_args.args[0] is module
@@ -245,6 +246,38 @@ def test_a_budget_is_measured_in_the_steps_of_the_training(
 
 def within(budget: int, folder: Path) -> MesaTuneCallback:
     return MesaTuneCallback(budget=budget, run=folder / "mesa-run", fast=True, trials=0)
+
+
+class Sharper(Callback):
+    """Makes the attention of the module sharp after its first step, as training may: its noise grows."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 1:
+            sharpen(pl_module)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_reading_changes_the_plan_and_a_resumed_training_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "FIRST_STEP", 2)
+    monkeypatch.setattr(monitor, "GROWTH", 0.01)
+    before, seen = Peaks(), Policies()
+    fitted(tmp_path, before)
+    budget = int(0.8 * max(before.meter.peaks))
+    whole, trainer = fitted(tmp_path, within(budget, tmp_path), Sharper(), seen, max_steps=5)
+    assert seen.policies[0] == seen.policies[1] != seen.policies[-1]
+    assert isinstance(trainer.logger, CSVLogger)
+    assert "mesa/measured_noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
+    _, trainer = fitted(tmp_path, within(budget, tmp_path), Sharper(), max_steps=3)
+    path = str(tmp_path / "part.ckpt")
+    trainer.save_checkpoint(path)
+    state, again = RandomState(torch.get_rng_state()), Policies()
+    resumed, _ = fitted(tmp_path, state, within(budget, tmp_path), again, resume=path, max_steps=5)
+    assert again.policies == seen.policies[3:]
+    assert_equal(resumed, whole)
 
 
 @pytest.mark.slow("training")

@@ -279,7 +279,7 @@ def test_a_budget_is_measured_in_the_steps_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = Mock()
-    monkeypatch.setattr(compression, "auto", given)
+    monkeypatch.setattr(compression, "convert_within", given)
     steps: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 1}
     run = trained(tmp_path, MesaTuneCallback(budget="6GB"), **steps)
     assert given.call_args.args[0] is run.model

@@ -88,12 +88,17 @@ class OwnNoise:
         )
 
     @cached_property
-    def weights(self) -> Floats:
-        """Factors of squared errors: shares, half by elements, half by count, over the part's noise."""
+    def shares(self) -> Floats:
+        """How much the own ratio of each part counts in the noise ratio: half by elements, half by count."""
         heard = np.isfinite(self.variances)
         elements = np.where(heard, self._elements, 0.0)
-        share = elements / max(1.0, elements.sum()) + heard / max(1, heard.sum())
-        return np.where(heard, share / 2 / self.variances, 0.0)
+        return (elements / max(1.0, elements.sum()) + heard / max(1, heard.sum())) / 2
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Factors of squared errors: the part's share over its noise."""
+        weights: Floats = self.shares / self.variances
+        return weights
 
     def ratio(self, squares: Floats) -> float:
         """Return the noise ratio, the weighted mean of own ratios; `squares`: ‖ĝ − g‖² of each part."""

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from mesa_tune.conversion.trial import LOSS, Trial
+from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.intervals import interval
 from mesa_tune.profiler.errors.joint_error import Gradient
@@ -37,6 +38,14 @@ SLICES, FEW_SLICES = 8, 4
 """The noise is measured on so many slices, the error on every second one, or on all if there are few."""
 SHARE = 32
 """A slice is 1/32 of the batch or more, see `slice_size`."""
+FEW_SAMPLES = 4
+"""A batch of fewer is no sample of its own: slices are then the step's batches, if there are several."""
+MOST_STEPS = 2.0
+"""What measuring within limits may take, in times of a plain step."""
+_COMPRESSED = 1.5
+"""Times of a compressed slice over a plain one; both on top of what does not shrink with the samples:"""
+_PLAIN_CALLS, _COMPRESSED_CALLS = 0.05, 0.2
+"""Time of the calls of a plain and a compressed slice, as shares of the plain step of a small Llama."""
 
 
 class Estimate(NamedTuple):
@@ -129,61 +138,99 @@ def _doubt(variances: Sequence[float]) -> float:
 
 
 class SampledError:
-    """Measures the converted `model` on slices of `batch`, each of `samples`.
+    """Measures the converted `model` on slices of `batches`, those of one step; each slice of `samples`.
 
-    Parameters, buffers, gradients, random states and the conversion do not change. At most two gradients
-    (the bytes of the trained parameters, twice) are alive besides those of the training, and the activations
-    of one slice.
+    The slices are of the last batch, or the batches themselves if they are small. Parameters, buffers,
+    gradients, random states and the conversion do not change. At most two gradients are alive besides those
+    of the training, and the activations of one slice. `room`: bytes that these gradients may have beside a
+    slice of so many samples. Where all parameters' have more, slices are of one sample, or they run again for
+    each group of parameters, and so few of them that it takes the time of `MOST_STEPS` plain steps at most.
 
-    Raise RunError for a batch without samples, and a model that is not converted as a whole.
+    Raise RunError for a batch without samples, a model that is not converted as a whole, and where `room`
+    would take more time than that.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[nn.Module, Any], Tensor],
-        batch: Any,
+        batches: Sequence[Any],
         *,
         seed: int,
         samples: int | None = None,
+        room: Callable[[int], int] | None = None,
     ) -> None:
-        size = batch_size(batch)
-        samples = min(size, samples or slice_size(model, size))
-        starts = range(0, size - samples + 1, samples)[:SLICES]
-        self.slices = [select(batch, slice(start, start + samples), size) for start in starts]
-        self.share = samples / size
-        self.trial = Trial(model, self.share)
         # A forward of the wrapper would synchronize buffers and gradients.
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.loss, self.seed = loss, seed
         self.parts = Parts(self.model)
         self.parameters = self.parts.parameters
+        size, count = batch_size(batches[-1]), len(batches)
+        whole = count > 1 and size < FEW_SAMPLES  # the step's batches are the slices
+        wanted = [size] if whole else [min(size, samples or slice_size(model, size))]
+        if not whole and samples is None and not _normalizes(model):
+            wanted.append(1)
+        samples, most = wanted[0], SLICES
+        self.groups = [self.parameters]
+        if room is not None:
+            samples, self.groups, most = self._fitting(room, [(one, one / size / count) for one in wanted])
+        self.share = samples / size / count
+        starts = range(0, size - samples + 1, samples)[:most]
+        self.slices = [select(batches[-1], slice(start, start + samples), size) for start in starts]
+        if whole:
+            self.slices = list(batches[:most])
+        self.trial = Trial(model, samples / size)
         self.device = str(self.parameters[0].device) if self.parameters else "cpu"
         self.tags: dict[str, str] = {}
         self.own: OwnNoise | None = None
+
+    def _fitting(
+        self, room: Callable[[int], int], wanted: Sequence[tuple[int, float]]
+    ) -> tuple[int, list[list[nn.Parameter]], int]:
+        """Return the samples of a slice, groups of parameters, and the most slices; the first that fit.
+
+        `wanted`: samples, and which share of the step they are.
+        """
+        for calls in (1.0, 0.0):  # where it would not fit otherwise, calls do not count: of large models
+            for samples, share in wanted:
+                groups = _groups(self.parameters, room(samples) // 2)
+                most = _slices_in_time(share, calls, len(groups)) if groups else 0
+                if most:
+                    return samples, groups, most
+        raise RunError(
+            f"measuring within the plan's peak would take more time than {MOST_STEPS:g} plain steps\n"
+            "give mt.Monitor a larger batch, or no remedy: it then takes memory for two gradients"
+        )
 
     def measure(self) -> Sample:
         """Measure the model as it stores now; `tags` are then those of the compressed layers, by name."""
         if self.trial.is_new:
             self._compressed(0)
+        measured = [self._squares(group) for group in self.groups]
+        self.tags = self.trial.layers()
+        sample = Sample(self.share, self.parts, *[sum(arrays) for arrays in zip(*measured, strict=True)])
+        self.own = sample.own if sample.model_is_finite else None
+        return sample
+
+    def _squares(self, group: Sequence[nn.Parameter]) -> tuple[Floats, Floats, Floats]:
+        """Return the arrays of a `Sample`, zero for parameters that are not in `group`."""
         sizes, errors, variances = list[Floats](), list[Floats](), list[Floats]()
         before: Gradient | None = None
         for index in range(len(self.slices)):
-            plain = self._plain(index)
+            plain = self._plain(index, group)
             sizes.append(self.parts.squares(plain))
             if before is not None:
                 variances.append(self.parts.squares(plain, before) / 2)
             before = None  # it is freed before the next gradient takes memory
             if index % 2 == 0 or len(self.slices) < FEW_SLICES:
-                errors.append(self.parts.squares(self._compressed(index), plain))
+                errors.append(self.parts.squares(self._compressed(index, group=group), plain))
             before = plain
             del plain
-        self.tags = self.trial.layers()
         none = np.zeros((0, len(self.parts.names)))
-        arrays = [np.stack(squares) if squares else none for squares in (sizes, errors, variances)]
-        sample = Sample(self.share, self.parts, *arrays)
-        self.own = sample.own if sample.model_is_finite else None
-        return sample
+        first, second, third = [
+            np.stack(squares) if squares else none for squares in (sizes, errors, variances)
+        ]
+        return first, second, third
 
     @cached_property
     def alone(self) -> dict[str, float]:
@@ -212,22 +259,56 @@ class SampledError:
         """Convert the model again, with `layers` of `tags` stored exactly and this rounding seed."""
         self.trial.make_exact({name: self.tags[name] for name in layers}, seed)
 
-    def _plain(self, index: int) -> Gradient:
+    def _plain(self, index: int, group: Sequence[nn.Parameter] | None = None) -> Gradient:
         with self.trial.plain():
-            return self._gradient(index)
+            return self._gradient(index, group)
 
-    def _compressed(self, index: int, only: Collection[str] | None = None) -> Gradient:
+    def _compressed(
+        self,
+        index: int,
+        only: Collection[str] | None = None,
+        group: Sequence[nn.Parameter] | None = None,
+    ) -> Gradient:
         with self.trial.stored(mixed_seed(self.seed, index), only):
-            return self._gradient(index)
+            return self._gradient(index, group)
 
-    def _gradient(self, index: int) -> Gradient:
-        """Return the gradient of a slice, the same random numbers drawn whenever it is computed."""
+    def _gradient(self, index: int, group: Sequence[nn.Parameter] | None) -> Gradient:
+        """Return the gradient of a slice by `group` (None: all), always with the same random numbers."""
         seed = mixed_seed(self.seed, -1 - index)
+        inputs = None if group is None or len(self.groups) == 1 else list(group)
         with undisturbed(self.model, seed, self.device), torch.enable_grad(), _eager():
             loss = self.loss(self.model, self.slices[index])
             with _without_gradients([*self.parameters, *_leaves(loss)]):
-                loss.backward()
+                loss.backward(inputs=inputs)
                 return [parameter.grad for parameter in self.parameters]
+
+
+def _groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+    """Return the parameters in groups of at most `most_bytes`; none where one has more."""
+    groups, left = list[list[nn.Parameter]](), 0
+    for parameter in parameters:
+        if parameter.nbytes > most_bytes:
+            return []
+        if not groups or parameter.nbytes > left:
+            groups.append([])
+            left = most_bytes
+        groups[-1].append(parameter)
+        left -= parameter.nbytes
+    return groups
+
+
+def _slices_in_time(share: float, calls: float, passes: int) -> int:
+    """Return the most slices, each a `share` of a plain step, that take `MOST_STEPS`; 0 if fewer than 4 do.
+
+    `calls`: how much the time of calls counts. `passes`: how often all slices run.
+    """
+    for count in range(SLICES, FEW_SLICES - 1, -1):
+        compressed = -(-count // 2)
+        computing = share * (count + _COMPRESSED * compressed)
+        calling = calls * (_PLAIN_CALLS * count + _COMPRESSED_CALLS * compressed)
+        if passes * (computing + calling) <= MOST_STEPS:
+            return count
+    return 0
 
 
 def slice_size(model: nn.Module, size: int) -> int:
@@ -236,8 +317,12 @@ def slice_size(model: nn.Module, size: int) -> int:
     With batch norm at least 8, of a batch of 32 or more: it normalizes fewer samples otherwise than a batch,
     and slices of 2 showed 1.8 times the noise ratio of a small ResNet at batch 64, slices of 8 1.1 times.
     """
-    normalizes = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-    return max(size // SHARE, min(8 if normalizes else 2, size // FEW_SLICES), 1)
+    return max(size // SHARE, min(8 if _normalizes(model) else 2, size // FEW_SLICES), 1)
+
+
+def _normalizes(model: nn.Module) -> bool:
+    """Return whether samples of a batch are normalized together."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def _eager() -> AbstractContextManager[object]:
