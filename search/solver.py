@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import RunError
 from mesa_tune.search.linear.highs import Answer, Deadline, Row, TimeUpError, minimise
 from mesa_tune.search.linear.polish import polished
-from mesa_tune.search.linear.rows import Rows, exceeds
+from mesa_tune.search.linear.rows import Rows, exceeds, new_rows
 from mesa_tune.search.problem import Floats, Limits, Space
 
 GAP, LARGE_GAP = 1e-6, 1e-4
@@ -306,16 +306,20 @@ class _Relaxed:
         return self.limits.allow(self.rows.space, chosen)
 
     def grow(self, values: Floats) -> bool:
-        """Add rows that `values`, of all columns, exceed; return False if there are none."""
-        slots, rows = self.exceeded(values), list[Row]()
+        """Add rows that `values`, of all columns, exceed; return False if there are no new ones.
+
+        The solver meets a row only up to its accuracy, so one that is there may seem to be exceeded.
+        """
+        slots = self.exceeded(values)
         self.slots += slots
+        tangents, worst = list[Row](), list[Row]()
         if self.priced and exceeds(tangent := self.rows.interacting(values), values):
-            rows = [tangent]
-            self.tangents.append(tangent)
-        if self.limits.worst is not None and (worst := self.rows.worst(values, self.limits.worst)):
-            rows += worst
-            self.worst += worst
-        return bool(slots or rows)
+            tangents = new_rows([tangent], self.tangents)
+        if self.limits.worst is not None:
+            worst = new_rows(self.rows.worst(values, self.limits.worst), self.worst)
+        self.tangents += tangents
+        self.worst += worst
+        return bool(slots or tangents or worst)
 
     def exceeded(self, values: Floats) -> list[int]:
         """Return the slots, not among `slots`, that have more bytes than the limit on the peak."""

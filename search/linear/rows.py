@@ -19,6 +19,9 @@ from mesa_tune.search.problem import NONE, Choice, Floats, Limits, Link, Space
 
 Part = Choice | Link
 
+_ACCURACY = 1e-7
+"""Of the solver, in its rows."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -200,7 +203,18 @@ class Rows:
 
 def exceeds(row: Row, values: Floats) -> bool:
     """Return True if `values` are above the row's upper end by more than the solver's accuracy."""
-    return bool(row.values @ values[row.columns] > row.high + 1e-7 * max(1.0, abs(row.high)))
+    return bool(row.values @ values[row.columns] > row.high + _ACCURACY * max(1.0, abs(row.high)))
+
+
+def new_rows(rows: Sequence[Row], present: Sequence[Row]) -> list[Row]:
+    """Return the rows that none of `present` equals, up to the solver's accuracy."""
+    return [row for row in rows if not any(_equal(row, other) for other in present)]
+
+
+def _equal(row: Row, other: Row) -> bool:
+    return np.array_equal(row.columns, other.columns) and np.allclose(
+        [*row.values, row.high], [*other.values, other.high], rtol=_ACCURACY, atol=0.0
+    )
 
 
 def _limit(values: Sequence[float] | Floats, high: float, scale: float) -> Row:
