@@ -38,7 +38,7 @@ from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import plain_fits
 from mesa_tune.search.request import check_request
 from mesa_tune.search.restrictions import Pins, Restrictions
-from mesa_tune.units import counted, format_bytes, format_error
+from mesa_tune.units import counted, format_bytes
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
@@ -101,12 +101,23 @@ def auto(
         WorkloadError: `batch`, `loss` or `optimizer` fail or return something unusable.
         RunError: files in `run` that `auto` did not write, a model whose steps need all processes.
     """
-    options = {"autocast": autocast, "accumulation": accumulation, "fast": fast, "timeout": timeout}
-    convert_within(model, batch, loss, budget=budget, optimizer=optimizer, run=run, **options, **search)
+    convert_within(
+        model,
+        batch,
+        loss,
+        budget=budget,
+        optimizer=optimizer,
+        run=run,
+        autocast=autocast,
+        accumulation=accumulation,
+        fast=fast,
+        timeout=timeout,
+        **search,
+    )
     if conversion_of(model) is not None and is_rank_zero():
         where = "" if Path(run) == DEFAULT_RUN else f', run="{run}"'
-        say(f'to look again as it trains: monitor = mt.Monitor(model, loss, remedy="plan"{where})')
-        say("and after each optimizer step: monitor.step(batch)")
+        monitor = f'mt.Monitor(model, loss, remedy="plan"{where})'
+        say(f"as it trains, look again: monitor = {monitor}, and after each step monitor.step(batch)")
     return model
 
 
@@ -232,7 +243,7 @@ class _Measured:
             plan = self._searched(self._profile(_origin(source), budget), budget).at(self.run.policy)
             self.run.write(self.run.policy, plan.policy.dumps(), origin)
             self.run.write(self.run.plan, dump_json(plan.to_dict()), origin)
-        say(summary(plan))
+        say(plan.summary)
         return plan
 
     def _earlier_plan(self, origin: Origin, budget: int | str | None) -> Plan | None:
@@ -373,22 +384,3 @@ def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:
     """Return pins that leave the layers outside the model exact, without those that `pins` matches."""
     names = [layer.name for layer in measured.layers if layer.name.startswith("loss.")]
     return {name: EXACT for name in names if not any(fnmatchcase(name, glob) for glob in pins)}
-
-
-def summary(plan: Plan) -> str:
-    """Return a plan in one line: what it does to the peak, the step and the gradient."""
-    predicted, before = plan.predicted, format_bytes(plan.baseline.peak_bytes)
-    budget = None if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    if not plan.policy.rules and budget is None:
-        return f"no policy has a lower peak than the plain step, {before}: nothing is compressed"
-    if not plan.policy.rules:
-        return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"
-    step, ratio = plan.policy.header.step_ratio, predicted.gradient_noise_ratio
-    parts = [
-        f"peak {before} -> {format_bytes(predicted.peak_bytes)}" + (f" (budget {budget})" if budget else ""),
-        "" if step is None else f"step {step:.2f} times plain's",
-        f"gradient error {format_error(predicted.gradient_error)}" if ratio is None else "",
-        "" if ratio is None else f"noise ratio {format_error(ratio)}",
-    ]
-    where = f"; policy in {plan.policy_path}" if plan.policy_path else ""
-    return f"predicted {', '.join(filter(None, parts))}{where}"

@@ -57,10 +57,8 @@ class Replan:
     def room(self, samples: int) -> int:
         """Return the bytes that gradients may take in a plain step of `samples` below the plan's peak."""
         predicted = self.plan.predicted
-        sized = self.profile.timeline.at(samples)
-        static = sized.with_workspaces.static
-        activations = min(sized.needed_bytes({}) - static, 2 * sized.saved_bytes({}))
-        return (predicted.reserved_bytes or predicted.peak_bytes) - static - activations
+        step = self.profile.timeline.at(samples).under({})
+        return (predicted.reserved_bytes or predicted.peak_bytes) - step.without_gradients
 
     def solve(self, policy: Policy, sample: Sample, limit: float) -> Replanned:
         """Correct the prices by what was read under `policy`, and solve again within the same limits.

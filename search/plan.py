@@ -11,7 +11,7 @@ from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.shown import QUANTITIES, quantities_html
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, format_error
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -111,6 +111,26 @@ class Plan:
             return f"no plan of the settings tried {_BETTER[self.objective]}, {_PRICES[self.objective]}"
         part = f"{self.gap:.1%} of its {_QUANTITIES[self.objective]}"
         return f"at most {part} above the least of any plan, {_PRICES[self.objective]}"
+
+    @property
+    def summary(self) -> str:
+        """What the plan does to the peak, the step and the gradient, in one line."""
+        predicted, before = self.predicted, format_bytes(self.baseline.peak_bytes)
+        budget = None if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        if not self.policy.rules and budget is None:
+            return f"no policy has a lower peak than the plain step, {before}: nothing is compressed"
+        if not self.policy.rules:
+            return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"
+        step, ratio = self.policy.header.step_ratio, predicted.gradient_noise_ratio
+        peak = f"peak {before} -> {format_bytes(predicted.peak_bytes)}"
+        parts = [
+            peak + (f" (budget {budget})" if budget else ""),
+            "" if step is None else f"step {step:.2f} times plain's",
+            f"gradient error {format_error(predicted.gradient_error)}" if ratio is None else "",
+            "" if ratio is None else f"noise ratio {format_error(ratio)}",
+        ]
+        where = f"; policy in {self.policy_path}" if self.policy_path else ""
+        return f"predicted {', '.join(filter(None, parts))}{where}"
 
     def stores_loss(self, profile: Profile) -> bool:
         """Return True if the policy compresses layers of the loss, which `convert` cannot compress."""

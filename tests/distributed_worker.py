@@ -6,6 +6,7 @@ the same for both processes, and the own gradient of each.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
+from mesa_tune import replan
 from tests.builders import ViT, conversion
 
 WORLD = 2
@@ -130,6 +132,20 @@ def monitored(network: nn.Module, rank: int) -> tuple[list[float], int]:
     return losses, len(monitor.history)
 
 
+def planned_again(rank: int, run: Path) -> dict[str, Any]:
+    """Policies before and after a reading of both ranks, whatever plan it finds, and what each has of it."""
+    replan._LESS = math.inf
+    inner = mt.convert(model(), mt.Plan.load(run / "plan.json").policy, seed=1)
+    network = DistributedDataParallel(inner)
+    each = lambda model, samples: loss(model, samples, None)  # noqa: E731
+    files = run if rank == 0 else run / "elsewhere"  # only rank 0 has them
+    monitor = mt.Monitor(network, each, every=2, limit=1e-6, remedy="plan", run=files)
+    before = conversion(inner).policy.dumps()
+    losses = trained(network, rank, 2, monitor)
+    policies = before, conversion(inner).policy.dumps()
+    return {"policies": policies, "readings": monitor.history, "losses": losses + trained(network, rank, 2)}
+
+
 def run(rank: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for policy in POLICIES:
@@ -145,6 +161,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         mt.Monitor(made("FSDP2", "wrap first", fine), lambda model, samples: loss(model, samples, None))
     except mt.RunError as error:
         results["FSDP2 monitored"] = str(error)
+    results["planned again"] = planned_again(rank, folder)
     results["own gradient"] = own_gradient(fine)
     results["key"] = int(conversion(convert(model(), fine)).key(torch.device("cpu")))
     return results

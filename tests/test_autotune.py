@@ -123,7 +123,9 @@ def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]
     assert memory.peak_bytes <= known(plan.budget_bytes) < plan.baseline.peak_bytes
     before, peak = format_bytes(plan.baseline.peak_bytes), format_bytes(plan.predicted.peak_bytes)
     step, noise = policy.header.step_ratio, plan.predicted.gradient_noise_ratio
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    *_, predicted, look = capsys.readouterr().err.splitlines()
+    assert look.endswith('mt.Monitor(model, loss, remedy="plan"), and after each step monitor.step(batch)')
+    assert predicted == (
         f"mesa-tune: predicted peak {before} -> {peak} (budget {policy.header.budget}), "
         f"step {step:.2f} times plain's, noise ratio {noise:.1e}; policy in mesa-run/policy.txt"
     )
@@ -188,7 +190,7 @@ def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.
     second = prepared(1)  # other weights and another learning rate
     assert len(profiled) == 1
     assert second.policy == first.policy
-    assert capsys.readouterr().err.splitlines() == said[-1:]
+    assert capsys.readouterr().err.splitlines() == said[-2:]
     prepared(1, budget="110%")  # another plan from the same profile
     assert len(profiled) == 1
     assert mt.Plan.load("mesa-run/plan.json").predicted.peak_bytes > peak

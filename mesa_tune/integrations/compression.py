@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from mesa_tune.autotune import convert_within, summary
+from mesa_tune.autotune import convert_within
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
@@ -204,7 +204,7 @@ class Compression:
         if self._retuning is None or not self._retuning.step(batches[-1]):
             return {}
         if self._retuning.plan is not None:
-            self._say(summary(self._retuning.plan))
+            self._say(self._retuning.plan.summary)
         return self.logs()
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from tests import distributed_worker as worker
-from tests.builders import conversion
+from tests.builders import conversion, images, workload
 from tests.conformance.running import relative_error
 from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
 
@@ -29,6 +29,10 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = f"# model ViT (layers {Catalog.of(worker.model()).fingerprint})\n"
     for name, rules in POLICIES.items():
         (folder / f"{name}.txt").write_text(worker.HEAD + about + rules)
+    work = workload(worker.model, images, batch_size=worker.SAMPLES)
+    profile = mt.profile(work, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=1)
+    profile.save(folder / "profile.json")
+    mt.search_policy(profile, "75%", trials=0).save(folder / "plan.json")
     return folder
 
 
@@ -46,7 +50,7 @@ def _results(folder: Path) -> Results:
     finally:
         for process in group:
             process.kill()
-    return [torch.load(folder / f"results{rank}") for rank in range(WORLD)]
+    return [torch.load(folder / f"results{rank}", weights_only=False) for rank in range(WORLD)]
 
 
 @pytest.fixture(name="right", scope="module")
@@ -118,6 +122,17 @@ def test_one_process_may_monitor_alone(results: Results) -> None:
     for each in results:
         assert each["DDP monitored by one"][0] == each["DDP trained"]
         assert "the parameters are sharded" in each["FSDP2 monitored"]
+
+
+@PROCESSES
+def test_a_reading_of_the_first_process_changes_the_plan_of_all(results: Results) -> None:
+    first, second = (each["planned again"] for each in results)
+    before, after = first["policies"]
+    assert before != after
+    assert second["policies"] == first["policies"]
+    assert second["readings"] == first["readings"]
+    assert first["readings"][0].noise_ratio > 1e-6
+    assert second["losses"] == first["losses"]
 
 
 def test_the_state_of_one_process_is_loaded_by_the_other(

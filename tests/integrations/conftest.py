@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mesa_tune as mt
-from mesa_tune import autotune, retune
+from mesa_tune import autotune, monitor, replan, retune
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
 from tests.conftest import forget_accelerators
 
@@ -42,6 +43,14 @@ def _two_settings_of_each_layer_are_measured(monkeypatch: pytest.MonkeyPatch) ->
 def _no_accelerator_is_left() -> Iterator[None]:
     yield
     forget_accelerators()
+
+
+@pytest.fixture
+def eager_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step is read, and whatever plan is then found replaces the one before."""
+    monkeypatch.setattr(monitor, "FIRST_STEP", 2)
+    monkeypatch.setattr(monitor, "GROWTH", 1e-5)
+    monkeypatch.setattr(replan, "_LESS", math.inf)
 
 
 def sharpen(model: nn.Module) -> None:

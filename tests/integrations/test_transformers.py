@@ -23,8 +23,8 @@ from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.integrations.transformers import MesaTuneCallback
 from mesa_tune.runs.folder import digest
 from mesa_tune.workload.instance import rank_zero
-from tests.builders import gpt2
-from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter
+from tests.builders import gpt2, known
+from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter, sharpen
 
 LENGTH = 32
 LOSS = "on loss:\n    by_name: loss.cross_entropy.*\n    level: 4\n"
@@ -294,6 +294,37 @@ def test_a_budget_that_plain_fits_trains_bitwise_as_plain(tmp_path: Path) -> Non
     assert_equal(weights(run), weights(plain))
     (entry,) = [entry for entry in run.state.log_history if "mesa/policy" in entry]
     assert str(entry["mesa/policy"]) == "nothing is compressed"
+
+
+class Sharper(TrainerCallback):
+    """Makes the attention of the model sharp after its first step, as training may: its noise grows."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            sharpen(kwargs["model"])
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune. at step")
+@pytest.mark.usefixtures("eager_readings")
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_checkpointing": True}, pytest.param({"gradient_accumulation_steps": 2}, marks=CAMPAIGN)],
+    ids=["checkpointing", "accumulation"],
+)
+def test_a_reading_changes_the_plan_and_is_logged(tmp_path: Path, options: dict[str, Any]) -> None:
+    peaks, seen = Peaks(), Policies()
+    trained(tmp_path, peaks, **options)
+    budget = int(0.8 * max(peaks.meter.peaks))
+    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", **FAST)
+    run = trained(tmp_path, callback, Sharper(), seen, **options)
+    first, second, third = [known(policy).dumps() for policy in seen.policies]
+    assert first != second == third
+    entries = [entry for entry in run.state.log_history if "mesa/policy" in entry]
+    assert [entry["step"] for entry in entries] == [0, 2]
+    assert entries[1]["mesa/measured_noise_ratio"] > 0
+    assert entries[1]["mesa/noise_ratio"] != entries[0]["mesa/noise_ratio"]
+    assert callback.compression.saved is not None
+    assert callback.compression.saved["monitor"]["corrections"]
 
 
 def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

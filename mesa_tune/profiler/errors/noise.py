@@ -92,7 +92,8 @@ class OwnNoise:
         """How much the own ratio of each part counts in the noise ratio: half by elements, half by count."""
         heard = np.isfinite(self.variances)
         elements = np.where(heard, self._elements, 0.0)
-        return (elements / max(1.0, elements.sum()) + heard / max(1, heard.sum())) / 2
+        shares: Floats = (elements / max(1.0, elements.sum()) + heard / max(1, heard.sum())) / 2
+        return shares
 
     @cached_property
     def weights(self) -> Floats:

@@ -208,7 +208,8 @@ class SampledError:
             self._compressed(0)
         measured = [self._squares(group) for group in self.groups]
         self.tags = self.trial.layers()
-        sample = Sample(self.share, self.parts, *[sum(arrays) for arrays in zip(*measured, strict=True)])
+        sizes, errors, variances = [np.sum(arrays, axis=0) for arrays in zip(*measured, strict=True)]
+        sample = Sample(self.share, self.parts, sizes, errors, variances)
         self.own = sample.own if sample.model_is_finite else None
         return sample
 

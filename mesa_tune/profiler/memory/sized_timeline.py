@@ -240,6 +240,15 @@ class StepBytes:
         return int((self.live + workspaces).max(initial=sized.static))
 
     @property
+    def without_gradients(self) -> int:
+        """The most bytes before the optimizer's step, with workspaces, without gradients of the step."""
+        sized = self.sized
+        workspaces = self._mixed(sized.once.workspaces, sized.again and sized.again.workspaces)
+        before = np.array([slot.phase != "step" for slot in sized.slots], dtype=bool)
+        alive = self.live + workspaces - np.minimum(sized.once.gradients, self.work)
+        return int(alive[before].max(initial=sized.static))
+
+    @property
     def peak(self) -> Peak:
         """The first slot with the most bytes alive, and their kinds."""
         sized = self.sized
