@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from mesa_tune.cli import COMMANDS, application
+from mesa_tune.files import schema
 from mesa_tune.policy.settings import KEYS, LayerSettings
 from mesa_tune.policy.values import CONDITIONS, allowed_values
 
@@ -103,7 +104,7 @@ def _documents() -> Iterator[str]:
     for kind, (command, files) in DOCUMENTS.items():
         printed = f"`{command} --json`" if command else ""
         path = f"schemas/{kind}.json"
-        yield f"| `mesa-tune.{kind}/1` | {printed} | {files} | [{path}]({path}) |\n"
+        yield f"| `{schema(kind)}` | {printed} | {files} | [{path}]({path}) |\n"
 
 
 def _cell(text: str) -> str:
