@@ -61,7 +61,8 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write docs/learning.md from the results")
     arguments = parser.parse_args()
     if arguments.docs:
-        print(f"wrote {write(lines())}")
+        path = write(lines(), json_lines(RESULTS / "early_plans.jsonl"))
+        print(f"wrote {path}")
         return
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Interval, mean_interval
+from common import Interval
+from early_page import MARGIN, PLAIN, difference, section
 from learning_policies import AS_FAST, GREEDY_AT, SEARCHED_AT, TWO_BITS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
-PLAIN = "plain"
-MARGIN = 0.01
-"""Largest difference that counts as none: one point of accuracy, one percent of the loss."""
 
 Line = Mapping[str, Any]
 COLUMNS = (
@@ -35,9 +33,15 @@ HEAD = """\
 # Learning under policies
 
 Does training under a policy within a noise ratio end as plain training does?
-`python benchmarks/learning.py` trains; `python benchmarks/learning.py --docs` writes this page.
+`python benchmarks/learning.py --docs` writes this page.
+"""
+LATE = """\
+## Plans solved with the weights at the end of training
 
-* Noise ratios on this page are of all parameters together: the sum of squared errors over the sum of
+These were made first, with `python benchmarks/learning.py`, and are not made again: nobody has these weights
+before training.
+
+* Noise ratios below are of all parameters together: the sum of squared errors over the sum of
   variances. Until version 2 of profile.json mesa-tune counted so, and not beside each parameter's own noise
   ([concepts.md](concepts.md)).
 * **fastest**: the fastest policy of the search within the smallest of the budgets 40 %, 45 %, … of the plain
@@ -75,19 +79,20 @@ of both, as above: at equal bytes the search gets there by running modules again
 SEARCHES = {SEARCHED_AT: "any step", AS_FAST: f"as fast as {TWO_BITS}"}
 
 
-def write(lines: Sequence[Line]) -> Path:
-    """Write the page from `lines`, oldest first; return its path."""
-    PAGE.write_text(page(lines), encoding="utf-8")
+def write(lines: Sequence[Line], early: Sequence[Line]) -> Path:
+    """Write the page from `lines`, oldest first, and those of `early_plans.py`; return its path."""
+    PAGE.write_text(page(lines, early), encoding="utf-8")
     return PAGE
 
 
-def page(lines: Sequence[Line]) -> str:
+def page(lines: Sequence[Line], early: Sequence[Line] = ()) -> str:
     """Return the page of each policy's latest lines."""
     tasks = dict.fromkeys(line["task"] for line in lines)
     claims = [_claim(*entry) for task in tasks for entry in _trained(lines, task)]
     sections = [part for task in tasks for part in _section(lines, task)]
     equal = [EQUAL_BYTES + "\n".join(row for task in tasks for row in _at_equal_bytes(lines, task)), ""]
-    return "\n".join([HEAD, *filter(None, claims), "", *equal, *sections, *_conditions(lines)])
+    parts = [HEAD, section(early), LATE, *filter(None, claims), "", *equal, *sections, *_conditions(lines)]
+    return "\n".join(parts)
 
 
 def table(lines: Sequence[Line], task: str) -> list[str]:
@@ -133,21 +138,6 @@ def _trained(lines: Sequence[Line], task: str) -> list[tuple[Line, dict[int, Lin
             if min(len(plain), len(own)) > 1 and label not in found:
                 found[label] = {**line, "earlier": code != codes[0][0]}, plain, own
     return list(found.values())
-
-
-def difference(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> Interval:
-    """Return the mean paired difference to plain, or to a rival, with its 95 % interval, as a fraction.
-
-    Raise ValueError if two runs of one seed drew different random numbers.
-    """
-    paired = []
-    for seed in sorted(runs.keys() & plain.keys()):
-        base, run = plain[seed], runs[seed]
-        if base["drawn"] != run["drawn"]:
-            raise ValueError(f"{line['policy']}, seed {seed}: not the batches of the plain training")
-        change = run["score"] - base["score"]
-        paired.append(change / base["score"] if line["relative"] else change)
-    return mean_interval(paired)
 
 
 def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> list[str]:

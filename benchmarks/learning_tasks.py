@@ -51,16 +51,25 @@ class Trained(NamedTuple):
     drawn: float
 
 
-def train(task: Task, policy: mt.Policy | None, seed: int) -> Trained:
-    """Train from scratch. The seed determines initialization and batches, with and without a policy."""
+def train(
+    task: Task,
+    policy: mt.Policy | None,
+    seed: int,
+    watch: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> Trained:
+    """Train from scratch. The seed determines initialization and batches, with and without a policy.
+
+    `watch`: called with the number of steps taken and the model before each step and after the last.
+    """
     torch.manual_seed(seed)
     model = task.workload.model().train()
     compressed = DIGITS.compression(model, policy, seed)
-    optimizer = DIGITS.optimizer(list(model.parameters()))
+    optimizer = task.workload.make_optimizer(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, task.learning_rate, total_steps=task.steps, pct_start=DIGITS.WARMUP
     )
-    for _ in range(task.steps):
+    for step in range(task.steps):
+        watch(step, model)
         batch = task.workload.batch(task.workload.batch_size)
         with compressed():
             value = _loss(task, model, batch)
@@ -68,6 +77,7 @@ def train(task: Task, policy: mt.Policy | None, seed: int) -> Trained:
         value.backward()
         optimizer.step()
         schedule.step()
+    watch(task.steps, model)
     drawn = torch.rand(()).item()
     if policy is not None:
         mt.revert(model)

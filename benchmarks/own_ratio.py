@@ -42,10 +42,18 @@ class OwnRatio:
 
     def ratio(self, errors: Tensor) -> float:
         """Return the noise ratio of mean squared errors, by part."""
-        scattered = (self.squares - self.parts(self.sums) / self.count) / (self.count - 1)
-        variance = scattered.maximum(FLOOR * scattered.sum() / self.elements.sum() * self.elements)
-        own = errors / variance
+        own = self.own(errors)
         return float((own @ self.elements / self.elements.sum() + own.mean()) / 2)
+
+    def own(self, errors: Tensor) -> Tensor:
+        """Return the own ratio of each part."""
+        scattered = (self.squares - self.parts(self.sums) / self.count) / (self.count - 1)
+        floor = FLOOR * scattered.sum() / self.elements.sum() * self.elements
+        return errors / scattered.maximum(floor)
+
+    def worst(self, errors: Tensor) -> float:
+        """Return the largest own ratio of a part of 64 elements or more."""
+        return float(self.own(errors)[self.elements >= 64].max())
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, int]:

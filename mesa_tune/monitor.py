@@ -102,8 +102,8 @@ class Monitor:
     DistributedDataParallel every process measures and acts alone, without communication.
 
     With the remedy "plan", a reading takes at most the time of two plain steps and no more memory than the
-    plan's peak; where that is not possible, as for fewer than 4 samples, a line says so once and `step`
-    returns None. All processes must call `step`; rank 0 measures and solves, the others get its reading and
+    plan's peak; where that is not possible, as for fewer than 4 samples, a line says so and `step` returns
+    None. All processes must call `step`; rank 0 measures and solves, the others get its reading and
     its policy.
 
     Raise ValueError for arguments out of range, RunError for sharded parameters (FSDP2).
@@ -265,6 +265,7 @@ class Monitor:
         else:
             exact, sample = self._store_exactly(batches, sampled, sample)
             self._read(sample, exact=exact)
+            self._planned = Trial(self.model, 1.0).original.policy.dumps()  # also for the other processes
             done = (
                 f"now exact: {_listed(exact)}" if exact else "layers of compress_saved cause it: change those"
             )
@@ -275,7 +276,10 @@ class Monitor:
         """Note the policy to convert with, if one helps; return what was found."""
         if not self.may_convert:
             return "the model is compiled, so its policy stays: search again, and compile with that"
-        found = replan.solve(sampled.policy, sample, self._limit(sampled.policy))
+        try:
+            found = replan.solve(sampled.policy, sample, self._limit(sampled.policy))
+        except (RunError, BudgetError) as error:
+            return f"the plan cannot be solved again: {error}"
         if found.policy is not None:
             self._planned, self._trouble = found.policy.dumps(), None
         return found.text

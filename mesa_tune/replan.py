@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.correction import corrected, read_over_predicted
 from mesa_tune.profiler.errors.sampled import Sample
@@ -64,14 +64,11 @@ class Replan:
         """Correct the prices by what was read under `policy`, and solve again within the same limits.
 
         `limit`: the noise ratio above which the text also names the budget that would help. Raise RunError
-        for a model that is not the profiled one.
+        for a model that is not the profiled one, BudgetError if no policy meets the limits.
         """
         self._correct(policy, sample)
         prices = corrected(self.profile, self.factors)
-        try:
-            plan = solved_again(prices, self.plan)
-        except BudgetError as error:
-            return Replanned(None, f"it cannot be solved again: {error}")
+        plan = solved_again(prices, self.plan)
         before, after = [
             predicted.gradient_noise_ratio or 0.0 for predicted in (prices.predict(policy), plan.predicted)
         ]
@@ -86,11 +83,8 @@ class Replan:
 
     def _correct(self, policy: Policy, sample: Sample) -> None:
         prices, own = corrected(self.profile, self.factors), sample.own
-        noise, ratio, read = (
-            prices.own_noise,
-            prices.predict(policy).gradient_noise_ratio,
-            sample.noise_ratio(),
-        )
+        noise, read = prices.own_noise, sample.noise_ratio()
+        ratio = prices.predict(policy).gradient_noise_ratio
         summed = prices.own_ratios(policy)
         if noise is None or own is None or read is None or not ratio or not noise.shares @ summed > 0:
             raise RunError("the profile predicts no noise of this policy\nprofile the model that is trained")

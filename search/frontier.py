@@ -12,7 +12,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.rerun_modules.blocks import REFERENCE
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
-from mesa_tune.search.objectives import MAX_NOISE_RATIO, WEIGHT, noise_limits
+from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits, noise_price
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import Program, Solution
@@ -115,7 +115,8 @@ def lowest(step: Step, limits: Limits) -> Solution | None:
 
 def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solution | None:
     inside, timed = replace(limits, peak=peak), objective == "time"
-    costs, price = (program.times, WEIGHT * program.space.base_ms) if timed else (None, 1.0)
+    space = program.space
+    costs, price = (program.times, noise_price(space, space.base_ms)) if timed else (None, 1.0)
     try:
         return program.solve(inside, costs, price=price, gap=_GAP, deadline=Deadline(_SECONDS))
     except TimeUpError:

@@ -22,7 +22,7 @@ from mesa_tune.errors import BudgetError, RunError, options
 from mesa_tune.policy.rules import suggestion
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
-from mesa_tune.search.problem import Limits
+from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.solver import UNFELT, Program, Solution
 
 OBJECTIVES = ("auto", "time", "error", "memory")
@@ -66,6 +66,11 @@ class Solved:
 def to_same_result(ms: float, ratio: float) -> float:
     """Return the time to the same result, of a step of `ms` with this noise ratio."""
     return ms * (1 + WEIGHT * ratio)
+
+
+def noise_price(space: Space, ms: float) -> float:
+    """Return what a noise ratio of 1 costs beside a step of `ms`; nothing where the ratio is unknown."""
+    return WEIGHT * max(0.0, ms) if space.knows_noise else 0.0
 
 
 def check_objective(objective: str, budget: object) -> None:
@@ -135,7 +140,7 @@ def _fastest(program: Program, limits: Limits, deadline: Deadline, share: float 
     fastest = program.least(limits, program.times, deadline)
     if fastest is None:
         return None
-    price = WEIGHT * max(0.0, base + fastest) if limits.noise is not None else 0.0
+    price = noise_price(program.space, base + fastest)
     found = program.solve(limits, program.times, price=price, tolerance=share * base, deadline=deadline)
     if found is None:
         return None

@@ -103,7 +103,8 @@ class Space:
     """All units of a profile at one batch size.
 
     `base`: bytes of each slot, and `base_saved`: saved bytes, under every choice. `clusters`: numbers of the
-    units whose choices are all `derived`, or none. `floor`: see `Profile.error_floor`. `slices`: settings of
+    units whose choices are all `derived`, or none. `floor`: see `Profile.error_floor`. `knows_noise`: whether
+    `noise` is beside the noise of batches; otherwise these were equal. `slices`: settings of
     the losses that go backward in slices, in every plan; their units choose exact storage. An argument
     `chosen` is one position per unit, then one per module; `NONE` where nothing is chosen.
     """
@@ -117,6 +118,7 @@ class Space:
     clusters: tuple[tuple[int, ...], ...] = ()
     modules: tuple[Module, ...] = ()
     floor: float = 0.0
+    knows_noise: bool = True
     slices: Mapping[str, LayerSettings] = field(default_factory=dict)
 
     @cached_property

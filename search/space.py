@@ -66,6 +66,7 @@ def make_space(
         derived,
         tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
         floor=profile.error_floor,
+        knows_noise=profile.own_noise is not None and profile.own_noise.is_known,
         slices=slices,
     )
     return space.from_fastest()

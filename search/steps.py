@@ -152,4 +152,6 @@ def costs(step: Step, objective: str, solution: Solution) -> tuple[float, float]
     ms, ratio = space.ms(chosen), space.noise(chosen)
     if objective == "memory":
         return float(space.live(chosen).max()), ms
-    return (to_same_result(ms, ratio) if objective == "time" else ratio), ms
+    if objective == "time":
+        return to_same_result(ms, ratio if space.knows_noise else 0.0), ms
+    return ratio, ms

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
-from mesa_tune.search.objectives import WEIGHT
+from mesa_tune.search.objectives import noise_price
 from mesa_tune.search.problem import NONE, Floats, Limits
 from mesa_tune.search.solver import Program
 from mesa_tune.search.study.fitting import drawn_factors
@@ -66,7 +66,7 @@ class Moves(ABC):
     @property
     def price(self) -> float:
         """Milliseconds that a noise ratio of 1 costs, of a step as fast as the fastest choices."""
-        return WEIGHT * self.program.space.base_ms if self.limits.noise is not None else 0.0
+        return noise_price(self.program.space, self.program.space.base_ms)
 
     def with_margin(self, trial: Any) -> Limits:
         """Return the limits with another one on the noise ratio, if there is one."""

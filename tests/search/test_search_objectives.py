@@ -18,7 +18,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search import Plan, search_policy
+from mesa_tune.search import Plan, objectives, search_policy
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from mesa_tune.search.reach import reach
 from mesa_tune.search.restrictions import read_pin
@@ -95,6 +95,20 @@ def test_an_unknown_ratio_is_no_small_one(objective: str) -> None:
     free = search_policy(silent, "60%", objective=objective, max_noise_ratio=math.inf)
     assert free.objective == objective
     assert free.max_noise_ratio is None
+
+
+def test_without_a_limit_noise_has_its_price(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(plan: Plan) -> float:
+        ratio = known(plan.predicted.gradient_noise_ratio)
+        return objectives.to_same_result(known(plan.predicted.step_ms), ratio)
+
+    asked: dict[str, Any] = {"objective": "time", "max_noise_ratio": math.inf}
+    priced = search_policy(profile, "60%", **asked)
+    with monkeypatch.context() as free:
+        free.setattr(objectives, "WEIGHT", 0.0)
+        fastest = search_policy(profile, "60%", **asked)
+    assert cost(priced) < cost(fastest)
+    assert known(priced.predicted.gradient_noise_ratio) < known(fastest.predicted.gradient_noise_ratio)
 
 
 def test_the_ratio_is_the_same_at_other_batch_sizes(profile: Profile) -> None:

@@ -15,7 +15,7 @@ from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, objectives, search_policy
 from mesa_tune.search.fleet import trials
-from mesa_tune.search.study import local_search, moves
+from mesa_tune.search.study import local_search
 from mesa_tune.search.study.fitting import drawn_factors
 from tests.search.test_search_study import Weighted
 from tests.synthetic import COARSE, noisy, synthetic_profile
@@ -33,8 +33,7 @@ COST = 20.0
 @pytest.fixture(autouse=True)
 def _noise_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In these profiles, compressing takes less time than what noise costs."""
-    for module in (objectives, moves):
-        monkeypatch.setattr(module, "WEIGHT", 0.0)
+    monkeypatch.setattr(objectives, "WEIGHT", 0.0)
 
 
 class Timed(Weighted):

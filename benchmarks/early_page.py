@@ -1,0 +1,113 @@
+"""The first part of docs/learning.md: plans solved before training, from `early_plans.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common import Interval, mean_interval
+
+Line = Mapping[str, Any]
+MARGIN = 0.01
+"""Largest difference that counts as none: one point of accuracy, one percent of the loss."""
+HEAD = """\
+## Plans solved before training
+
+`python benchmarks/early_plans.py`. Every task is profiled before its first step, as a user does.
+
+* **40 %**: the plan for 40 % of the plain peak, or for the least multiple of 5 % within reach. **smallest**:
+  as of `mesa-tune search --smallest`. **uniform 2 bits**: a control that learns worse.
+* **ratio**: the noise ratio, of each parameter beside its own noise ([concepts.md](concepts.md)): predicted
+  before training; measured before the first step, and the largest at the tenths of the training with the
+  first seed; by a meter that shares no code with the profile. **worst**: the largest of a parameter, or part
+  of one, at any tenth. **growth**: last over first ratio, beside that of uniform 4 bits with the same
+  weights.
+* **difference to plain**: mean of the differences of pairs with the same seed, with its 95 % interval by
+  Student's t: percentage points of accuracy, or percent of the plain loss. **within ±1 %**: the interval is.
+
+"""
+COLUMNS = (
+    "task",
+    "plan",
+    "peak",
+    "step",
+    "ratio predicted",
+    "at start",
+    "largest",
+    "worst",
+    "growth, of 4 bits",
+    "seeds",
+    "difference to plain",
+    "within ±1 %",
+)
+PLAIN = "plain"
+
+
+def section(lines: Sequence[Line]) -> str:
+    """Return the section of the latest code's lines; nothing if there are none."""
+    rows = []
+    for task in dict.fromkeys(line["task"] for line in lines):
+        own = [line for line in lines if line["task"] == task]
+        latest = own[-1]["code"]
+        own = [line for line in own if line["code"] == latest]
+        plans = {line["policy"]: line for line in own if line["seed"] is None}
+        runs: dict[str, dict[int, Line]] = {}
+        for line in own:
+            if line["seed"] is not None:
+                runs.setdefault(line["policy"], {})[line["seed"]] = line
+        rows += [_row(plan, runs.get(PLAIN, {}), runs.get(label, {})) for label, plan in plans.items()]
+    table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS))]
+    return HEAD + "\n".join([*table, *filter(None, rows), ""]) if rows else ""
+
+
+def difference(plan: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> Interval:
+    """Return the mean paired difference to plain, with its 95 % interval, as a fraction.
+
+    Raise ValueError if two runs of one seed drew different random numbers.
+    """
+    paired = []
+    for seed in sorted(runs.keys() & plain.keys()):
+        if plain[seed]["drawn"] != runs[seed]["drawn"]:
+            raise ValueError(f"{plan['policy']}, seed {seed}: not the batches of the plain training")
+        change = runs[seed]["score"] - plain[seed]["score"]
+        paired.append(change / plain[seed]["score"] if plan["relative"] else change)
+    return mean_interval(paired)
+
+
+def _row(plan: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> str:
+    if plan["policy"] == PLAIN:
+        scores = [line["score"] for line in plain.values()]
+        score = f"{plan['metric']} {statistics.fmean(scores):.3f}" if scores else ""
+        return f"| {plan['task']} | plain | 100% | 1.00 | – | – | – | – | – | {len(scores)} | {score} | |"
+    if len(runs.keys() & plain.keys()) < 2:
+        return ""
+    found = difference(plan, plain, runs)
+    within = "yes" if found.low >= -MARGIN and found.high <= MARGIN else "no"
+    label = (plan["budget"] or "").replace("%", " %") or plan["policy"]
+    shown = f"{100 * found.mean:+.2f} ({100 * found.low:+.2f} … {100 * found.high:+.2f})"
+    cells = [
+        plan["task"],
+        label,
+        f"{plan['peak']:.0%}",
+        f"{plan['step']:.2f}",
+        _number(plan["predicted"]),
+        *_growth(next((line["growth"] for line in runs.values() if line["growth"]), [])),
+        str(len(runs)),
+        shown,
+        within,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _growth(growth: Sequence[Sequence[float]]) -> list[str]:
+    """Return the first and the largest ratio, the worst of a parameter, and both growths."""
+    if not growth:
+        return ["–"] * 4
+    own, worst, four = ([row[column] for row in growth] for column in (1, 2, 3))
+    times = f"{own[-1] / own[0]:.1f}, {four[-1] / four[0]:.1f}" if own[0] > 0 else "–"
+    return [_number(own[0]), _number(max(own)), _number(max(worst)), times]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"
