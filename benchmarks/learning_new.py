@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mesa_tune as mt
 
-WIDTH, GROUPS = 32, 8
+WIDTH, GROUPS = 16, 4
 NOISE = 1000  # seed of the validation noise
 
 
@@ -50,13 +50,13 @@ class Denoiser(nn.Module):
             nn.Sequential(nn.GroupNorm(GROUPS, WIDTH), nn.SiLU(), nn.Conv2d(WIDTH, WIDTH, 3, padding=1))
             for _ in range(4)
         )
-        self.last = nn.Conv2d(WIDTH, 1, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(GROUPS, WIDTH), nn.Conv2d(WIDTH, 1, 3, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.first(images)
         for block in self.blocks:
             x = x + block(x)
-        predicted: Tensor = self.last(x)
+        predicted: Tensor = self.last(self.norm(x))
         return predicted
 
 
@@ -87,7 +87,7 @@ def denoising_score(model: nn.Module) -> float:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
 NEW = {
@@ -105,7 +105,7 @@ NEW = {
         "denoiser of 4 convolutions with group norm on images of handwritten digits, SGD",
         mt.Workload(Denoiser, noisy_batch, denoising_loss, sgd, batch_size=16),
         300,
-        0.05,
+        0.02,
         denoising_score,
         "validation loss",
         relative=True,

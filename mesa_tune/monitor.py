@@ -22,9 +22,9 @@ from mesa_tune.errors import BudgetError, RunError
 from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.sampled import FEW_SAMPLES, Estimate, Sample, SampledError
-from mesa_tune.replan import Replan
 from mesa_tune.retune import Retune
 from mesa_tune.runs.folder import DEFAULT_RUN
+from mesa_tune.search.again.replan import Replan
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from mesa_tune.workload.batches import batch_size
 from mesa_tune.workload.instance.rank_zero import require_alone, text_of_rank_zero

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
-from mesa_tune import replan
+from mesa_tune.search.again import replan
 from tests.builders import ViT, conversion
 
 WORLD = 2

@@ -25,8 +25,9 @@ LEVELS = (
     ("profiler",),
     ("search", "compat", "estimation"),
     ("retune", "reports", "autotune"),
+    ("monitor",),
     ("integrations",),
-    ("commands", "monitor"),
+    ("commands",),
     ("cli", "api", "pytest_plugin"),
     ("__main__",),
 )

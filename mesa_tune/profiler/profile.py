@@ -164,8 +164,9 @@ class Profile:
             cost = cost.plus(self.rerun_cost(name, assignment[name]))
         ratio, ends = self._expected(cost)
         known = self.own_noise is not None and self.own_noise.is_known
-        own = self._own_ratios(assignment, active, step.reruns)
-        worst = None if self.own_noise is None else self.own_noise.largest(own)
+        worst = None
+        if self.own_noise is not None and known:
+            worst = self.own_noise.largest(self._own_ratios(assignment, active, step.reruns))
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,

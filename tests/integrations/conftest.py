@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mesa_tune as mt
-from mesa_tune import autotune, monitor, replan, retune
+from mesa_tune import autotune, monitor, retune
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
+from mesa_tune.search.again import replan
 from tests.conftest import forget_accelerators
 
 CAMPAIGN = pytest.mark.slow("training")

@@ -10,12 +10,12 @@ import numpy as np
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.correction import corrected, read_over_predicted
 from mesa_tune.profiler.errors.sampled import Sample
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.folder import Run
-from mesa_tune.search import Plan
-from mesa_tune.search.again import least_budget, solved_again
+from mesa_tune.search.again.correction import corrected, read_over_predicted
+from mesa_tune.search.again.solving import least_budget, solved_again
+from mesa_tune.search.plan import Plan
 from mesa_tune.units import format_bytes, format_error
 
 _LESS = 0.9

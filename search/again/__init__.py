@@ -1,0 +1,1 @@
+"""Solving the plan of a run again while its model trains."""
