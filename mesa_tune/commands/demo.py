@@ -23,6 +23,7 @@ from mesa_tune.commands.common import (
     format_time,
 )
 from mesa_tune.errors import RunError
+from mesa_tune.units import format_error
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
@@ -72,19 +73,18 @@ def find_example() -> Path:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the demo's table, of at most 80 characters each."""
-    header = ["", "saved", "peak", "step time", "gradient error", "test accuracy"]
+    header = ["", "saved", "peak", "step time", "noise ratio", "test accuracy"]
     return format_table(header, [_cells(row) for row in rows])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    error = row["gradient_error"]
     return [
         row["name"],
         format_bytes(row["saved_bytes"]),
         format_bytes(row["peak_bytes"]),
         # Steps of a policy alternate with plain ones: on a busy machine only their ratio is reliable.
         f"{row['step_ratio']:.2f} x plain" if row["step_ratio"] else format_time(row["step_ms"] / 1000),
-        f"{error:.1e}" if error else "0",
+        format_error(row["noise_ratio"]),
         f"{100 * row['accuracy']:.1f} %",
     ]
 
@@ -137,7 +137,9 @@ def _trained(output: Output, train: Callable[..., float], name: str, policy: Pol
 def _row(name: str, check: Verification | None, plain: Verification, accuracy: float) -> dict[str, Any]:
     """Return the row of the policy that `check` measured; without one, of the plain steps in `plain`."""
     measured = check.policy if check else plain.baseline
-    error = check.gradient_error if check else 0.0
+    errors = {"gradient_error": 0.0, "noise_ratio": 0.0}
+    if check is not None:
+        errors = {"gradient_error": check.gradient_error, "noise_ratio": check.gradient_noise_ratio}
     values = {quantity: getattr(measured, quantity) for quantity in ("saved_bytes", "peak_bytes", "step_ms")}
     ratio = check.step_ratio.median if check and check.step_ratio else None
-    return {"name": name, **values, "step_ratio": ratio, "gradient_error": error, "accuracy": accuracy}
+    return {"name": name, **values, "step_ratio": ratio, **errors, "accuracy": accuracy}
