@@ -96,3 +96,22 @@ def test_the_search_is_shown_beside_rivals_of_the_same_bytes(better: bool) -> No
     row = f"| text | any step | greedy | 3 | {amount} | 1.50 and 1.50 |"
     assert row in PAGE.page([*lines(PLAIN), *made])
     assert "| any step |" not in PAGE.page([*lines(PLAIN), *made[:1]])
+
+
+def test_plans_solved_before_training_are_rows_with_paired_differences() -> None:
+    plan = {"task": "text", "code": "new", "metric": "loss", "relative": True, "steps": 10, "seed": None}
+    made: list[dict[str, Any]] = [
+        {**plan, "policy": "plain", "budget": None, "peak": 1.0, "step": 1.0, "predicted": 0.0},
+        {**plan, "policy": "fastest", "budget": "45%", "peak": 0.45, "step": 1.2, "predicted": 0.003},
+    ]
+    growth = [[0.0, 0.002, 0.1, 0.01, 0.2], [1.0, 0.008, 0.3, 0.02, 0.4]]
+    for seed, (plain, score) in enumerate(zip(PLAIN, changed(0.1, 0.2, 0.3), strict=True)):
+        run = {"task": "text", "code": "new", "seed": seed, "drawn": seed / 8}
+        made.append({**run, "policy": "plain", "score": plain, "growth": []})
+        made.append({**run, "policy": "fastest", "score": score, "growth": growth if seed == 0 else []})
+    page = PAGE.page(lines(changed(0, 0, 0)), made)
+    cells = "0.003 | 0.002 | 0.008 | 0.3 | 4.0, 2.0 | 3 | +0.20 (-0.05 … +0.45) | yes"
+    assert f"| text | 45 % | 45% | 1.20 | {cells} |" in page
+    assert page.index("## Plans solved before training") < page.index(
+        "## Plans solved with the weights at the end"
+    )
