@@ -1,12 +1,14 @@
 """Does a plan that was solved before training keep its promise to the end? Several seeds, paired.
 
     python benchmarks/early_plans.py [--tasks digits,text,resnet,lora,llama,denoiser] [--seeds 10]
+        [--ratios 0.03,0.005]
 
 Each task is profiled before its first step, as a user does. Plans of the search: for 40 % of the plain peak,
-or the least multiple of 5 % within reach, and the smallest (`--smallest`). Control: uniform 2 bits. A seed
-determines initialization and batches, equally for all policies, so differences to plain are paired. With the
-first seed, `own_ratio.py`, which shares no code with the profile, measures the noise ratio at every tenth of
-the training: of the plan and of uniform 4 bits, with the same weights. `learning.py --docs` writes the page.
+or the least multiple of 5 % within reach, and the smallest (`--smallest`), within the default noise ratio and
+within each of `--ratios`. Control: uniform 2 bits. A seed determines initialization and batches, equally for
+all policies, so differences to plain are paired. With the first seed, `own_ratio.py`, which shares no code
+with the profile, measures the noise ratio at every tenth of the training: of the plan and of uniform 4 bits,
+with the same weights. `learning.py --docs` writes the page.
 Results are lines of `results/early_plans.jsonl`; the same command trains only what has no line of this code.
 """
 
@@ -23,7 +25,7 @@ from common import RESULTS, ROOT, append, code_of, json_lines
 from learning import FOLDERS
 from learning_lora import LORA
 from learning_new import NEW
-from learning_policies import FASTEST, PLAIN, SMALLEST, TWO_BITS, policy_of, slowdown
+from learning_policies import FASTEST, PLAIN, RATIO, SMALLEST, TWO_BITS, policy_of, slowdown
 from learning_resnet import RESNET
 from learning_tasks import TASKS, Task, train
 from own_ratio import OwnRatio
@@ -41,12 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tasks", default=",".join(ALL))
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--ratios", default="", help="noise ratios of further smallest plans")
     arguments = parser.parse_args()
+    labels = [*POLICIES, *(f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio)]
     for name in arguments.tasks.split(","):
-        if any(found(name, label) is None for label in POLICIES):
-            search(name)
+        missing = [label for label in labels if found(name, label) is None]
+        if missing:
+            search(name, missing)
         for seed in range(arguments.seeds):
-            for label in POLICIES:
+            for label in labels:
                 if found(name, label, seed) is None:
                     run(name, label, seed)
 
@@ -66,12 +71,12 @@ def code() -> str:
     )
 
 
-def search(name: str) -> None:
+def search(name: str, labels: list[str]) -> None:
     """Profile a task before its training, and append a line for each policy."""
     task = ALL[name]
     print(f"{name}: profiling", flush=True)
-    profile = mt.profile(task.workload)
-    for label in POLICIES:
+    profile = profile_of(name)
+    for label in labels:
         budget, policy = policy_of(profile, label)
         predicted = profile.predict(policy or mt.Policy.parse(""))
         line = {"task": name, "code": code(), "policy": label, "seed": None, "budget": budget}
@@ -79,6 +84,15 @@ def search(name: str) -> None:
         line |= {"peak": predicted.peak_bytes / profile.peak_bytes, "step": slowdown(profile, predicted)}
         line |= {"predicted": predicted.gradient_noise_ratio, "worst": predicted.worst_own_ratio}
         append("early_plans", {**line, "text": None if policy is None else policy.dumps()})
+
+
+def profile_of(name: str) -> mt.Profile:
+    """Return the profile of a task, from `build/early_plans` if this code made one."""
+    path = ROOT / "build" / "early_plans" / f"{name}-{code()}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mt.profile(ALL[name].workload).save(path)
+    return mt.Profile.load(path)
 
 
 def run(name: str, label: str, seed: int) -> None:

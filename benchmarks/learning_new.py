@@ -1,4 +1,4 @@
-"""Tasks of `early_plans.py`: a Llama on text, and a denoiser of convolutions that SGD trains."""
+"""Tasks of `early_plans.py`: a Llama on text, and a denoiser of convolutions."""
 
 from __future__ import annotations
 
@@ -86,10 +86,6 @@ def denoising_score(model: nn.Module) -> float:
     return denoising_loss(model, batch).item()
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
-
-
 NEW = {
     "llama": Task(
         "Llama of 2 blocks on the bytes of Python's standard library",
@@ -102,10 +98,10 @@ NEW = {
         uninformed=unigram_loss,
     ),
     "denoiser": Task(
-        "denoiser of 4 convolutions with group norm on images of handwritten digits, SGD",
-        mt.Workload(Denoiser, noisy_batch, denoising_loss, sgd, batch_size=16),
+        "denoiser of 4 convolutions with group norms on images of handwritten digits",
+        mt.Workload(Denoiser, noisy_batch, denoising_loss, adamw, batch_size=16),
         300,
-        0.02,
+        2e-3,
         denoising_score,
         "validation loss",
         relative=True,
