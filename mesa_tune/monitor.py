@@ -83,7 +83,7 @@ class Monitor:
 
     A warning is given once each time that
 
-    * the noise ratio, by all of its interval, passes `limit`: by default three times that of a search, 0.03,
+    * the noise ratio, by all of its interval, passes `limit`: by default three times that of a search, 0.005,
       or what the header of the policy predicts if that is more;
     * the compressed gradient is not finite: the warning names the layers whose codec did it;
     * the plain gradient is not finite either: then it is the model.

@@ -153,7 +153,7 @@ def test_a_high_ratio_warns_once_per_crossing() -> None:
         monitor.step(draw())
 
 
-@pytest.mark.parametrize(("promised", "limit"), [("1.0e-05", "0.09"), ("4.0e-02", "0.12")])
+@pytest.mark.parametrize(("promised", "limit"), [("1.0e-05", "0.015"), ("4.0e-02", "0.12")])
 def test_the_limit_is_three_times_that_of_a_search_or_of_the_policy(promised: str, limit: str) -> None:
     model = made(level=2)
     header = f"# mesa-tune policy 1\n# predicted: peak 1.0 MB, own noise ratio {promised}, step 1.1x\n"

@@ -59,7 +59,7 @@ def _profile() -> mt.Profile:
 
 @pytest.fixture(name="run")
 def _run(profile: mt.Profile, tmp_path: Path) -> Path:
-    return searched(profile, tmp_path, "78%")
+    return searched(profile, tmp_path, "78%", max_noise_ratio=0.03)
 
 
 def searched(profile: mt.Profile, folder: Path, budget: str, **options: Any) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-MAX_NOISE_RATIO = 0.03
+MAX_NOISE_RATIO = 0.005
 """As of `mt.search_policy`, whose import takes seconds."""
 
 BudgetOption = Annotated[
