@@ -47,6 +47,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
     path_before = list(sys.path)
+    for module in (*FOUND, "namespace"):  # a test before may have left them
+        sys.modules.pop(module, None)
     yield tmp_path
     sys.path[:] = path_before
 
