@@ -18,8 +18,15 @@ NOISE = 1000  # seed of the validation noise
 
 def llama() -> nn.Module:
     """Return a Llama of two blocks for bytes."""
-    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
 def llama_loss(model: nn.Module, batch: Tensor) -> Tensor:

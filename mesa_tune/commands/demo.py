@@ -137,7 +137,7 @@ def _trained(output: Output, train: Callable[..., float], name: str, policy: Pol
 def _row(name: str, check: Verification | None, plain: Verification, accuracy: float) -> dict[str, Any]:
     """Return the row of the policy that `check` measured; without one, of the plain steps in `plain`."""
     measured = check.policy if check else plain.baseline
-    errors = {"gradient_error": 0.0, "noise_ratio": 0.0}
+    errors: dict[str, float | None] = {"gradient_error": 0.0, "noise_ratio": 0.0}
     if check is not None:
         errors = {"gradient_error": check.gradient_error, "noise_ratio": check.gradient_noise_ratio}
     values = {quantity: getattr(measured, quantity) for quantity in ("saved_bytes", "peak_bytes", "step_ms")}

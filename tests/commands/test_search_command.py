@@ -290,7 +290,7 @@ def noisy_run() -> Profile:
 def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[str]) -> None:
     noisy_run()
     for options, words in (
-        (["--budget", "60%"], "objective  time within noise ratio 0.005; no plan of the settings tried takes"),
+        (["--budget", "60%"], "objective  time within noise ratio 0.005; no plan of the settings tried"),
         (["--budget", "60%", "--objective", "error"], "objective  error; no plan of the settings tried errs"),
         (["--smallest"], "objective  memory within noise ratio 0.005; "),
         (["--budget", "60%", "--max-noise-ratio", "1e-12"], "objective  error, because no plan was found"),
