@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,10 +101,10 @@ def run(name: str, label: str, seed: int) -> None:
     assert line is not None
     policy = None if line["text"] is None else mt.Policy.parse(line["text"])
     growth: list[tuple[float, ...]] = []
-    watch: Callable[[int, nn.Module], None] = lambda step, model: None
     if seed == 0 and policy is not None and label != TWO_BITS:
-        watch = partial(read, growth, task, policy)
-    model, drawn = train(task, policy, seed, watch)
+        model, drawn = train(task, policy, seed, partial(read, growth, task, policy))
+    else:
+        model, drawn = train(task, policy, seed)
     score = task.score(model)
     row = {"task": name, "code": code(), "policy": label, "seed": seed, "score": score, "drawn": drawn}
     append("early_plans", {**row, "growth": growth})
