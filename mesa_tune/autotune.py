@@ -163,9 +163,10 @@ def convert_within(
             return measured.identified(loss, optimizer).plan().policy.dumps()
 
     policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
-    revert(model)
     if policy.rules:
         convert(model, policy)
+    else:
+        revert(model)
     conversion = conversion_of(model)
     if accumulation == 1 and conversion is not None:
         conversion.watched = _WATCHED

@@ -179,7 +179,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, the policy and the corrections, for a checkpoint."""
-        policy = Trial(self.model, 1.0).original.policy.dumps()
+        policy = self._policy.dumps()
         return {"steps": self.steps, "policy": policy, "corrections": self._replan and self._replan.factors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,8 +188,12 @@ class Monitor:
         if self._replan is not None:
             self._replan.factors = dict(state["corrections"] or {})
         policy = Policy.parse(state["policy"], source="the checkpoint")
-        if policy != Trial(self.model, 1.0).original.policy:
+        if policy != self._policy:
             self._convert(policy)
+
+    @property
+    def _policy(self) -> Policy:
+        return Trial(self.model, 1.0).original.policy
 
     def _convert(self, policy: Policy) -> None:
         Trial(self.model, 1.0).convert(policy, seed=torch.initial_seed() + self.steps)
@@ -265,7 +269,7 @@ class Monitor:
         else:
             exact, sample = self._store_exactly(batches, sampled, sample)
             self._read(sample, exact=exact)
-            self._planned = Trial(self.model, 1.0).original.policy.dumps()  # also for the other processes
+            self._planned = self._policy.dumps()  # also for the other processes
             done = (
                 f"now exact: {_listed(exact)}" if exact else "layers of compress_saved cause it: change those"
             )

@@ -39,10 +39,13 @@ class Request:
     @property
     def identity(self) -> str:
         """JSON, equal for equal requests."""
-        pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
         asked = (self.objective, str(self.max_noise_ratio), self.restrictions.to_dict())
-        parts = [self.batch_size, vars(self.limits), pins, self.seed, *asked]
+        parts = [self.batch_size, vars(self.limits), self._pins, self.seed, *asked]
         return json.dumps(parts, sort_keys=True)
+
+    @property
+    def _pins(self) -> dict[str, Any]:
+        return {glob: settings.to_dict() for glob, settings in self.pins.items()}
 
     def again(self, peak: int) -> dict[str, Any]:
         """Return `Plan.request`; `peak`: of the plan, the budget where none was given."""
@@ -54,7 +57,7 @@ class Request:
             "max_slowdown": None if ms is None else ms / self.profile.plain_ms(self.batch_size),
             "max_noise_ratio": None if math.isinf(ratio) else ratio,
             "objective": "auto" if self.objective == "memory" else self.objective,
-            "pins": {glob: settings.to_dict() for glob, settings in self.pins.items()},
+            "pins": self._pins,
             **self.restrictions.to_dict(),
             "seed": self.seed,
         }

@@ -192,7 +192,9 @@ class Compression:
 
     def saw(self, batch: Any) -> None:
         """Note a batch of the optimizer step that comes, or a micro-batch, for a measurement after it."""
-        if self._retuning is not None or (self._monitor is not None and self._monitor.is_next_due):
+        if self._retuning is not None:
+            self._batches = [batch]  # it measures one
+        elif self._monitor is not None and self._monitor.is_next_due:
             self._batches.append(batch)
 
     def stepped(self) -> dict[str, Any]:

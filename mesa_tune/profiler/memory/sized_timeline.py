@@ -235,17 +235,18 @@ class StepBytes:
     @property
     def reserved_bytes(self) -> int:
         """The most bytes at once with the workspaces of kernels."""
-        sized = self.sized
-        workspaces = self._mixed(sized.once.workspaces, sized.again and sized.again.workspaces)
-        return int((self.live + workspaces).max(initial=sized.static))
+        return int((self.live + self._workspaces).max(initial=self.sized.static))
+
+    @cached_property
+    def _workspaces(self) -> Bytes:
+        return self._mixed(self.sized.once.workspaces, self.sized.again and self.sized.again.workspaces)
 
     @property
     def without_gradients(self) -> int:
         """The most bytes before the optimizer's step, with workspaces, without gradients of the step."""
         sized = self.sized
-        workspaces = self._mixed(sized.once.workspaces, sized.again and sized.again.workspaces)
         before = np.array([slot.phase != "step" for slot in sized.slots], dtype=bool)
-        alive = self.live + workspaces - np.minimum(sized.once.gradients, self.work)
+        alive = self.live + self._workspaces - np.minimum(sized.once.gradients, self.work)
         return int(alive[before].max(initial=sized.static))
 
     @property
