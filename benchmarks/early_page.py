@@ -45,18 +45,30 @@ COLUMNS = (
 PLAIN = "plain"
 
 
+Runs = dict[str, dict[int, Line]]  # trainings by policy and seed
+
+
+def by_code(lines: Sequence[Line], task: str) -> list[tuple[str, dict[str, Line], Runs]]:
+    """Return each code that a task has lines of, the latest first, with its policies and their trainings."""
+    own = [line for line in lines if line["task"] == task]
+    codes = []
+    for code in dict.fromkeys(line["code"] for line in reversed(own)):
+        policies: dict[str, Line] = {}
+        runs: Runs = {}
+        for line in own:
+            if line["code"] == code and line["seed"] is None:
+                policies.setdefault(line["policy"], line)
+            elif line["code"] == code:
+                runs.setdefault(line["policy"], {})[line["seed"]] = line
+        codes.append((code, policies, runs))
+    return codes
+
+
 def section(lines: Sequence[Line]) -> str:
     """Return the section of the latest code's lines; nothing if there are none."""
     rows = []
     for task in dict.fromkeys(line["task"] for line in lines):
-        own = [line for line in lines if line["task"] == task]
-        latest = own[-1]["code"]
-        own = [line for line in own if line["code"] == latest]
-        plans = {line["policy"]: line for line in own if line["seed"] is None}
-        runs: dict[str, dict[int, Line]] = {}
-        for line in own:
-            if line["seed"] is not None:
-                runs.setdefault(line["policy"], {})[line["seed"]] = line
+        _, plans, runs = by_code(lines, task)[0]
         if len(runs.get(PLAIN, {})) < 2:  # one pair has no interval
             continue
         rows += [_row(plan, runs.get(PLAIN, {}), runs.get(label, {})) for label, plan in plans.items()]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ def found(name: str, label: str, seed: int | None = None) -> dict[str, Any] | No
     return next((line for line in lines if all(line[key] == value for key, value in wanted.items())), None)
 
 
+@cache
 def code() -> str:
     """Return a hash of the sources that plans and trainings depend on."""
     files = ("learning_tasks.py", "learning_lora.py", "learning_resnet.py", "learning_new.py")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Interval
-from early_page import MARGIN, PLAIN, difference, section
+from early_page import MARGIN, PLAIN, by_code, difference, section
 from learning_policies import AS_FAST, GREEDY_AT, SEARCHED_AT, TWO_BITS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
@@ -105,31 +105,12 @@ def table(lines: Sequence[Line], task: str) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-Runs = dict[str, dict[int, Line]]  # trainings by policy and seed
-
-
-def _by_code(lines: Sequence[Line], task: str) -> list[tuple[str, dict[str, Line], Runs]]:
-    """Return each code that a task has lines of, the latest first, with its policies and their trainings."""
-    own = [line for line in lines if line["task"] == task]
-    codes = []
-    for code in dict.fromkeys(line["code"] for line in reversed(own)):
-        policies: dict[str, Line] = {}
-        runs: Runs = {}
-        for line in own:
-            if line["code"] == code and line["seed"] is None:
-                policies.setdefault(line["policy"], line)
-            elif line["code"] == code:
-                runs.setdefault(line["policy"], {})[line["seed"]] = line
-        codes.append((code, policies, runs))
-    return codes
-
-
 def _trained(lines: Sequence[Line], task: str) -> list[tuple[Line, dict[int, Line], dict[int, Line]]]:
     """Return the line of each policy that at least two seeds trained, and the plain and its runs by seed.
 
     All three are of the latest code that trained the policy; `earlier` says whether there is a later one.
     """
-    codes = _by_code(lines, task)
+    codes = by_code(lines, task)
     found: dict[str, tuple[Line, dict[int, Line], dict[int, Line]]] = {}
     for code, policies, runs in codes:
         plain = runs.get(PLAIN, {})
@@ -220,7 +201,7 @@ def _at_equal_bytes(lines: Sequence[Line], task: str) -> list[str]:
     """Return rows with the search beside rivals of the same bytes, of the latest code that trained both."""
     rows = []
     for searched, rival in itertools.product(SEARCHES, (GREEDY_AT, TWO_BITS)):
-        for _, policies, runs in _by_code(lines, task):
+        for _, policies, runs in by_code(lines, task):
             own, other = (runs.get(label, {}) for label in (searched, rival))
             seeds = own.keys() & other.keys()
             if len(seeds) < 2:
