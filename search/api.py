@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mesa_tune.errors import options
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.clusters import producers
-from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
 from mesa_tune.search.plan import Baseline, Plan
@@ -23,15 +23,17 @@ from mesa_tune.search.request import Request, check_request
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
 from mesa_tune.search.steps import Step, solved_in_time, steps
+from mesa_tune.search.study.study import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.search.study.local_search import Meter, Outcome
+    from mesa_tune.search.study.trial import Meter
+    from mesa_tune.search.study.worker import Outcome
     from mesa_tune.workload.workload import Workload
 
-TRIALS = 100
-TIMEOUT = 120.0
+TRIALS = 10
+TIMEOUT = 30.0
 
 
 def search_policy(
@@ -277,7 +279,7 @@ def _plan(
         bound=solved.bound,
         gap=solved.gap,
         measured=outcome.measured if outcome else None,
-        trials=outcome.trials if outcome else 0,
+        trials=len(outcome.history) if outcome else 0,
         history=outcome.history if outcome else (),
         solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
         won=_won(outcome, trials),
@@ -318,10 +320,15 @@ def _header(
 def _won(outcome: Outcome | None, limit: int | None) -> str:
     if outcome is None:
         return "no study: solved from the profile alone"
-    trials, hint = counted(outcome.trials, "trial"), ""
-    if limit is not None and outcome.trials < limit:
-        trials = f"{outcome.trials} of {limit} trials (time was up)"
-        hint = "; the same command continues it"
+    if outcome.measured is None:
+        return f"not measured: no trial fits into the time; give {options('timeout')} more seconds"
+    trials = counted(len(outcome.history), "trial")
+    if outcome.ended:
+        trials = (
+            f"{len(outcome.history)} of {limit} trials ({outcome.ended})"
+            if limit
+            else f"{trials} ({outcome.ended})"
+        )
     if not outcome.won:
-        return f"{trials} found nothing better on fresh batches, so the solved plan stays{hint}"
-    return f"{trials} won {outcome.won}{hint}"
+        return f"{trials} found nothing better, so the solved plan stays"
+    return f"{trials} won {outcome.won}"

@@ -2,8 +2,8 @@
 
     python -m tests.coverage_by_room    # prints a table; runs all tests first, unless `tests.mutants` has
 
-Lines and branches count together. What runs in another process than the test's own does not count. Studies
-on many machines will be replaced, so their tests are slow ("leaving"): they are a row of their own.
+Lines and branches count together. What runs in another process than the test's own does not count. What asks
+libraries for their workspaces will be replaced, so its tests are slow ("leaving"): it is a row of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import coverage
 
 from tests.mutants import FOLDER, ROOMS, ROOT, Recorded, paths, record
 
-LEAVING = ("search/fleet", "search/study", "mesa_tune/commands/searching")
+LEAVING = ("mesa_tune/profiler/memory/workspaces.py",)
 
 
 def arcs_of_fast_tests() -> dict[str, set[tuple[int, int]]]:

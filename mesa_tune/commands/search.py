@@ -47,7 +47,7 @@ from mesa_tune.commands.searching.options import (
     TrialsOption,
     WorkersOption,
 )
-from mesa_tune.commands.searching.workers import Job, check_workers, interruptible, sharing, threads_each
+from mesa_tune.commands.searching.workers import Job, interruptible, sharing, storage_of, threads_each
 from mesa_tune.errors import RunError
 from mesa_tune.free_memory import room_text
 from mesa_tune.units import parse_bytes
@@ -55,7 +55,7 @@ from mesa_tune.units import parse_bytes
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.search import Plan
-    from mesa_tune.search.fleet.studies import Sharing
+    from mesa_tune.search.study.study import Sharing
     from mesa_tune.workload.workload import Workload
 
 _PROFILE = "mesa-tune profile model.py"
@@ -193,7 +193,7 @@ def search(
     docs/fleet.md.
     """
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
-    check_workers(workers, storage)
+    storage = storage_of(run, storage, workers)
     if join is not None:
         fixed: dict[str, object] = {
             "budget": budget,
@@ -356,7 +356,7 @@ def _studied(arguments: _Arguments, command: _Command) -> Plan:
 
 def _sharing(job: Job, workers: int, output: Output) -> Sharing | None:
     """Return the context in which others work on the study, where its storage allows that."""
-    from mesa_tune.search.fleet.address import Address
+    from mesa_tune.search.study.address import Address
 
     if not Address.of(job.storage or None).is_shared:
         return None

@@ -1,1 +1,1 @@
-"""The study: an Optuna search around the exact solution, which measures what is not additive."""
+"""The study: one Optuna study around the exact solution, which measures what is not additive."""

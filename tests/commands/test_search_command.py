@@ -105,7 +105,6 @@ def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[s
     assert "study.db" not in files()
 
 
-@pytest.mark.slow("leaving")
 def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "2", "--json") == 0
     first = json.loads(capsys.readouterr().out)
@@ -152,7 +151,6 @@ def _header_only(path: Path) -> None:
     path.write_bytes(b"SQLite format 3\0" + b"\x07" * 4096)
 
 
-@pytest.mark.slow("leaving")
 @pytest.mark.parametrize("spoil", [_text, _header_only], ids=["foreign", "corrupt"])
 def test_a_bad_study_is_refused_and_made_anew_by_force(
     spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
@@ -163,13 +161,11 @@ def test_a_bad_study_is_refused_and_made_anew_by_force(
     assert search("--budget", BUDGET, "--trials", "1", "--force") == 0
 
 
-@pytest.mark.slow("leaving")
 def test_a_study_that_was_there_before_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     _text(Path("mesa-run/study.db"))
     assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])
 
 
-@pytest.mark.slow("leaving")
 def test_force_deletes_no_study_for_a_budget_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
     assert_refused(["--budget", "1kB", "--force"], capsys, ["smallest reachable peak"])
@@ -382,7 +378,6 @@ def test_ctrl_c_writes_the_solved_plan(
     assert Plan.load("mesa-run/plan.json") == confirmed
 
 
-@pytest.mark.slow("leaving")
 def test_a_study_is_joined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     journal = ["--storage", f"journal:{tmp_path}/study.journal"]
     assert search("--budget", BUDGET, "--trials", "1", *journal) == 0
@@ -402,7 +397,10 @@ def test_a_study_is_joined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--join", name], ["no --storage"]),
         (["--join", name, "--storage", "study.db"], ["study.db", "one worker only"]),
         (["--join", name, "--budget", "4GB", "--pin", "x: exact", *journal], ["--budget, --pin", "its own"]),
-        (["--budget", BUDGET, "--workers", "2"], ["study.db", "one worker only", "journal:PATH"]),
+        (
+            ["--budget", BUDGET, "--workers", "2", "--storage", "study.db"],
+            ["study.db", "one worker only", "journal:PATH"],
+        ),
         (["--budget", BUDGET, "--workers", "0", *journal], ["workers 0"]),
         (["--join", name, "--storage", "journal:nowhere"], ["nowhere", "no such file"]),
     ):

@@ -80,7 +80,7 @@ def test_options_in_the_text_exist(page: Path) -> None:
 def test_commands_are_found_wherever_they_stand() -> None:
     """The three tests above look at something."""
     assert sum(len(fenced(page)) for page in PAGES) > 20
-    assert "search --join mesa-tune --trials 400" in fenced(ROOT / "docs" / "fleet.md")
+    assert "search --join mesa-tune --trials 40" in fenced(ROOT / "docs" / "fleet.md")
     assert "profile examples/deit_tiny.py --batch-size 16" in inline(ROOT / "docs" / "benchmarks.md")
     assert "search --json" in inline(ROOT / "docs" / "reference.md")
 

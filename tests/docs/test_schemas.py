@@ -106,7 +106,6 @@ def test_what_a_script_saves(home: Home, monkeypatch: pytest.MonkeyPatch) -> Non
     validate("profile", document)
 
 
-@pytest.mark.slow("leaving")
 def test_what_a_joined_study_prints(home: Home) -> None:
     journal = "--storage journal:study.journal"
     begun = home.run(f"search --budget 80% --trials 1 --force {journal}")

@@ -54,7 +54,7 @@ BatchOption = Annotated[
 TrialsOption = Annotated[
     int | None,
     typer.Option(
-        "--trials", metavar="N", help="Trials of the study; 0 needs no model. Default: 100, or 120 s."
+        "--trials", metavar="N", help="Trials of the study; 0 needs no model. Default: 10, or 30 s."
     ),
 ]
 TimeoutOption = Annotated[
@@ -85,7 +85,7 @@ StorageOption = Annotated[
         metavar="URL",
         envvar="MESA_TUNE_STORAGE",
         show_envvar=False,
-        help="Of the study: URL (also in MESA_TUNE_STORAGE) or journal:PATH; default: study.db of the run.",
+        help="Of the study: URL (also in MESA_TUNE_STORAGE) or journal:PATH; default: in the run's folder.",
     ),
 ]
 WorkersOption = Annotated[

@@ -22,7 +22,7 @@ from mesa_tune.commands.common import Run, load_workload
 from mesa_tune.errors import MesaTuneError, RunError
 
 if TYPE_CHECKING:
-    from mesa_tune.search.fleet.studies import Joined, Sharing
+    from mesa_tune.search.study.study import Joined, Sharing
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,22 @@ def threads_each(workers: int) -> int:
     return max(1, torch.get_num_threads() // workers)
 
 
-def check_workers(workers: int, storage: str | None) -> None:
-    """Raise RunError for a number of workers that is none, and for several where SQLite is the storage."""
-    from mesa_tune.search.fleet.address import Address
-    from mesa_tune.search.fleet.storage import require_shared
+def storage_of(run: Run, storage: str | None, workers: int) -> str | None:
+    """Return the storage of a study with so many workers: of several, a journal in the run's folder.
+
+    None for one worker without a storage: the run's own file. Raise RunError for a number of workers that is
+    none, and for several where SQLite is the storage.
+    """
+    from mesa_tune.search.study.address import Address
+    from mesa_tune.search.study.storage import require_shared
 
     if workers < 1:
         raise RunError(f"workers {workers}: must be 1 or more\n1 is this process alone")
+    if workers > 1 and storage is None:
+        return f"journal:{run.folder / 'study.journal'}"
     if workers > 1:
-        require_shared(Address.of("study.db" if storage is None else storage))
+        require_shared(Address.of(storage))
+    return storage
 
 
 def sharing(job: Job, others: int, begun: Callable[[str], None]) -> Sharing:
@@ -120,7 +127,7 @@ def join(
 
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.timing.step_meter import measuring
-    from mesa_tune.search.fleet.studies import Work, join_search
+    from mesa_tune.search.study.study import Work, join_search
 
     torch.set_num_threads(job.threads)
     profile = Profile.load(job.profile)

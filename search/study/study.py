@@ -2,7 +2,7 @@
 
 The hard part: workers on several machines must search the same space around the same solution. A worker does
 not solve again, because a solver that stops by the clock may end elsewhere on a slower machine. It compares
-its own profile and space with those of the study, and refuses to mix two.
+its own profile, space and hardware with those of the study, and refuses to mix two.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.fleet.address import Address
-from mesa_tune.search.fleet.storage import NAME, joined_study, opened_study, require_shared
-from mesa_tune.search.fleet.trials import Trials
+from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import make_space
-from mesa_tune.search.study.fastest_step import FastestStep
-from mesa_tune.search.study.least_error import LeastError
-from mesa_tune.search.study.local_search import Chosen, Length, LocalSearch, Meter, Outcome, Scope
-from mesa_tune.search.study.lowest_peak import LowestPeak
+from mesa_tune.search.study.address import Address
+from mesa_tune.search.study.knobs import Knobs
+from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
+from mesa_tune.search.study.trial import Chosen, Goal, Meter
+from mesa_tune.search.study.worker import Outcome, Worker, has_plan
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
 
 _TASK = "search"
-_VERSION = 7
+_VERSION = 8
 """Of what a study stores: a study of another version is not continued but begun again."""
-_READY_SECONDS = 30
+_READY_SECONDS = 600
+"""How long a worker that joins waits for the solved plan's trial."""
 _STRANGER = "take a copy of the profile.json of the run that began the study, and the same mesa-tune"
 
 
@@ -61,43 +61,23 @@ class Task:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
-            "batch_size": self.batch_size,
+            **vars(self),
             "pins": {glob: settings.to_dict() for glob, settings in self.pins.items()},
-            **self.restrictions.to_dict(),
-            "sliced": self.sliced,
+            "restrictions": self.restrictions.to_dict(),
             "limits": dict(vars(self.limits)),
             "solved": list(self.solved),
-            "seed": self.seed,
-            "objective": self.objective,
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Task:
         """Return the task that `to_dict` wrote. Raise KeyError, TypeError or ValueError for anything else."""
-        return Task(
-            batch_size=values["batch_size"],
-            pins={glob: LayerSettings.from_dict(settings) for glob, settings in values["pins"].items()},
-            restrictions=Restrictions.of(values["forbid"], values["only"]),
-            sliced=values["sliced"],
-            limits=Limits(**values["limits"]),
-            solved=tuple(values["solved"]),
-            seed=values["seed"],
-            objective=values["objective"],
-        )
-
-    def search(self, profile: Profile, program: Program, measure: Meter) -> LocalSearch:
-        """Return the search that every worker runs."""
-
-        def policy_of(chosen: Chosen) -> Policy:
-            return policy_at(profile, program.space, chosen)
-
-        is_known = profile.own_noise is not None and profile.own_noise.is_known
-        scope = Scope(program, self.solved, self.limits, policy_of, self.seed, is_known)
-        if self.objective == "error":
-            return LeastError(scope, measure)
-        if self.objective == "time":
-            return FastestStep(scope, measure)
-        return LowestPeak(scope, measure, profile.plain_ms(self.batch_size))
+        parts = {
+            "pins": {glob: LayerSettings.from_dict(settings) for glob, settings in values["pins"].items()},
+            "restrictions": Restrictions.of(**values["restrictions"]),
+            "limits": Limits(**values["limits"]),
+            "solved": tuple(values["solved"]),
+        }
+        return Task(**{**values, **parts})
 
 
 @dataclass(frozen=True)
@@ -130,10 +110,10 @@ def improved(
 ) -> Outcome:
     """Begin or continue the study of `task`, then confirm its best trial.
 
-    `identity`: a hash, equal for equal tasks. After Ctrl-C the same call continues the study. Raise RunError
-    for a storage that cannot be used.
+    `identity`: equal for equal tasks. After Ctrl-C the same call continues the study. Raise RunError for a
+    storage that cannot be used.
     """
-    address, length = Address.of(work.storage), Length.of(work.trials, work.timeout)
+    address = Address.of(work.storage)
     if work.sharing is not None:
         require_shared(address)
     attributes = {
@@ -141,40 +121,40 @@ def improved(
         "fingerprint": profile.fingerprint,
         "profile": _profile_digest(profile),
         "space": _space_digest(program.space),
+        "hardware": hardware(),
         "trials": work.trials,
         "timeout": work.timeout,
     }
-    name = NAME + _digest(_VERSION, identity, attributes["profile"], attributes["space"])
+    parts = [attributes[name] for name in ("profile", "space", "hardware")]
+    name = NAME + _digest(_VERSION, identity, *parts)
     with opened_study(address, name, attributes) as study:
         stored = study.user_attrs.get(_TASK)
         if stored is None:
             study.set_user_attr(_TASK, task.to_dict())
-        search = (Task.from_dict(stored) if stored else task).search(profile, program, measure)
-        all_trials = Trials(study, shared=address.is_shared)
+        task = Task.from_dict(stored) if stored else task
+        worker = _worker(study, task, profile, program, measure, task.seed)
+        worker.measure_solved(work.timeout)
         with work.sharing(name) if work.sharing else nullcontext():
-            search.explore(all_trials, length, work.progress)
-        return search.confirmed(search.finished(all_trials))
+            worker.run(work.trials, work.timeout, work.progress)
+        return worker.confirmed()
 
 
 def join_search(profile: Profile, study: str, work: Work, measure: Callable[[], Meter]) -> Joined:
     """Run trials of a study that was begun elsewhere: `study` is its name, or how only its name begins.
 
     Without `work.trials` and `work.timeout`, the study's own limits hold. Raise RunError for a study of
-    another profile or of another version, and for a storage that cannot be used.
+    another profile, version or hardware, and for a storage that cannot be used.
     """
     address = Address.of(work.storage)
     with joined_study(address, study) as joined:
         task, program = _task_of(joined, profile, address)
-        search = task.search(profile, program, measure())
+        worker = _worker(joined, task, profile, program, measure(), None)
         trials, timeout = work.trials, work.timeout
         if trials is None and timeout is None:
             trials, timeout = joined.user_attrs.get("trials"), joined.user_attrs.get("timeout")
-        all_trials = Trials(joined, shared=True)
         with work.sharing(joined.study_name) if work.sharing else nullcontext():
-            search.explore(all_trials, Length.of(trials, timeout), work.progress)
-        finished = all_trials.standing().finished
-        own = [trial for trial in finished if trial.user_attrs.get("worker") == all_trials.worker]
-        return Joined(joined.study_name, len(finished), len(own))
+            worker.run(trials, timeout, work.progress)
+        return Joined(joined.study_name, len(worker.plans()), worker.own)
 
 
 def policy_at(profile: Profile, space: Space, chosen: Chosen) -> Policy:
@@ -184,16 +164,37 @@ def policy_at(profile: Profile, space: Space, chosen: Chosen) -> Policy:
     return Policy.from_assignments(rules).rerunning(space.taken(chosen))
 
 
+def _worker(
+    study: Any, task: Task, profile: Profile, program: Program, measure: Meter, seed: int | None
+) -> Worker:
+    is_known = profile.own_noise is not None and profile.own_noise.is_known
+    space, plain_ms = program.space, profile.plain_ms(task.batch_size)
+    goal = Goal(task.objective, space, task.limits, plain_ms, is_known)
+    return Worker(
+        study,
+        goal,
+        Knobs(program, goal),
+        task.solved,
+        lambda chosen: policy_at(profile, space, chosen),
+        measure,
+        profile.plain_ms(profile.batch_size) / 1e3,
+        seed,
+    )
+
+
 def _task_of(study: Any, profile: Profile, address: Address) -> tuple[Task, Program]:
     """Return the task of a study and its program. Raise RunError if it is another profile's."""
-    attributes = _ready_attributes(study)
     where = f"{address.shown}: {study.study_name}"
-    if not study.study_name.startswith(NAME) or _TASK not in attributes:
-        raise RunError(f"{where}: not a study of mesa-tune search\n{_STRANGER}")
+    attributes = _ready_attributes(study, where)
     if attributes.get("fingerprint") != profile.fingerprint:
         raise RunError(f"{where}: is the study of another model than the profile's\n{_STRANGER}")
     if attributes.get("profile") != _profile_digest(profile):
         raise RunError(f"{where}: is of another profile of this model, with other prices\n{_STRANGER}")
+    if attributes.get("hardware") != hardware():
+        raise RunError(
+            f"{where}: was begun on {attributes.get('hardware')}, and this is {hardware()}\n"
+            "steps of different hardware do not compare: join from machines of the same kind"
+        )
     try:
         task = Task.from_dict(attributes[_TASK])
     except (KeyError, TypeError, ValueError) as error:
@@ -205,14 +206,15 @@ def _task_of(study: Any, profile: Profile, address: Address) -> tuple[Task, Prog
     return task, program
 
 
-def _ready_attributes(study: Any) -> Mapping[str, Any]:
-    """Return the user attributes, once the worker that begins the study has written them."""
+def _ready_attributes(study: Any, where: str) -> Mapping[str, Any]:
+    """Return the user attributes, once the worker that begins the study has measured the solved plan."""
+    if not study.study_name.startswith(NAME):
+        raise RunError(f"{where}: not a study of mesa-tune search\n{_STRANGER}")
     for _ in range(_READY_SECONDS):
-        attributes: Mapping[str, Any] = study.user_attrs
-        if _TASK in attributes or not study.study_name.startswith(NAME):
-            return attributes
+        if any(map(has_plan, study.get_trials(deepcopy=False))):
+            return study.user_attrs  # type: ignore[no-any-return]
         time.sleep(1)
-    return study.user_attrs  # type: ignore[no-any-return]
+    raise RunError(f"{where}: nobody has measured the solved plan yet\nrun the command that begins the study")
 
 
 def _profile_digest(profile: Profile) -> str:

@@ -1,4 +1,4 @@
-"""Studies on PostgreSQL: several workers, a killed one, a server that restarts, and passwords."""
+"""Studies on PostgreSQL: several workers, a killed one, a server that goes away, and passwords."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ import pytest
 
 from mesa_tune import profile
 from mesa_tune.errors import RunError
-from mesa_tune.search.fleet.address import Address
+from mesa_tune.search.study import storage
+from mesa_tune.search.study.address import Address
 from mesa_tune.workload.workload import Workload
 from tests.commands.test_search_command import MODEL, OPTIONS
-from tests.search.fleet_cases import (
+from tests.search.meters import Stopped, Weighted
+from tests.search.postgres import PASSWORD, Server, programs
+from tests.search.workers import (
     PROFILE,
-    Slow,
-    assert_none_lost_or_double,
+    WEIGHTS,
+    assert_none_is_repeated,
     child,
+    done,
     ended,
-    finished,
     join,
     plan,
-    trials_of,
     wait_for,
 )
-from tests.search.postgres import PASSWORD, Server, programs
 from tests.synthetic import COARSE, synthetic_profile
 
-pytestmark = pytest.mark.slow("leaving")
+pytestmark = pytest.mark.slow("server")
 needs_server = pytest.mark.skipif(programs() is None, reason="no initdb: apt-get install postgresql")
 _SECRETS = {PASSWORD, quote(PASSWORD, safe=""), quote(PASSWORD), quote_plus(PASSWORD)}
 
@@ -63,45 +64,60 @@ def _stored(url: str) -> optuna.storages.RDBStorage:
     return optuna.storages.RDBStorage(url.replace("{", "{{").replace("}", "}}"))
 
 
-def _done(url: str) -> int:
-    return len(finished(trials_of(_stored(url)))) if optuna.get_all_study_names(_stored(url)) else 0
-
-
-def _workers(url: str) -> set[str]:
-    """Return the workers that have finished a trial."""
-    return {trial.user_attrs["worker"] for trial in finished(trials_of(_stored(url)))}
+@needs_server
+def test_a_killed_workers_trial_is_another_workers(url: str) -> None:
+    count = 14
+    begun = child(plan, count, url, Weighted(PROFILE, WEIGHTS, seconds=0.1))
+    wait_for(lambda: done(_stored(url)))
+    killed = child(join, url, Stopped(PROFILE, WEIGHTS, call=1, kills=True))
+    joined = child(join, url, Weighted(PROFILE, WEIGHTS, seconds=0.1))
+    assert ended(killed) == -signal.SIGKILL
+    assert (ended(begun), ended(joined)) == (0, 0)
+    trials = done(_stored(url))
+    assert count <= len(trials) <= count + 2
+    assert_none_is_repeated(trials)
 
 
 @needs_server
-def test_four_workers_lose_no_trial_though_one_is_killed_and_the_server_restarts(
-    server: Server, url: str, tmp_path: Path
+def test_a_lost_trial_is_enqueued_again_when_another_starts(
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 60
-    begun = child(_save_plan, count, url, tmp_path / "plan.json")
-    wait_for(lambda: _done(url) >= 1)
-    joined = [child(join, url, Slow(0.1)) for _ in range(3)]
-    wait_for(lambda: len(_workers(url)) == 4)
-    os.kill(joined[0].pid or 0, signal.SIGKILL)
-    assert ended(joined[0]) == -signal.SIGKILL
+    monkeypatch.setattr(storage, "_BEAT", 1)
+    monkeypatch.setattr(storage, "_SILENCE", 2)
+    assert ended(child(plan, 4, url, Stopped(PROFILE, WEIGHTS, call=4, kills=True))) == -signal.SIGKILL
+    time.sleep(3)
+    assert plan(6, url).trials == 6
+    [lost] = [trial for trial in _trials(url) if trial.state.name == "FAIL"]
+    again = [trial for trial in done(_stored(url)) if trial.params == lost.params]
+    assert len(again) == 1
+    assert again[0].user_attrs.get("failed_trial", again[0].system_attrs.get("failed_trial")) == lost.number
+
+
+@needs_server
+def test_a_server_that_goes_away_ends_workers_and_the_same_command_goes_on(
+    server: Server, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = Weighted(PROFILE, WEIGHTS, seconds=0.2)
+    begun = child(plan, 1000, url, slow)
+    wait_for(lambda: done(_stored(url)))
+    joined = child(join, url, slow)
+    wait_for(lambda: len(done(_stored(url))) >= 4)
+    before = {trial.number for trial in done(_stored(url))}
     server.stop()
-    time.sleep(2)
+    time.sleep(5)
+    assert (ended(begun), ended(joined)) == (3, 3)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) <= 2 * 3
+    assert not any(secret in line for secret in _SECRETS for line in said)
     server.start()
-    assert [ended(process) for process in (begun, *joined[1:])] == [0, 0, 0]
-    trials = trials_of(_stored(url))
-    assert_none_lost_or_double(trials, count)
-    assert len({str(trial.params) for trial in finished(trials)}) == count
-    from mesa_tune.search import Plan
-
-    together, alone = Plan.load(tmp_path / "plan.json"), plan(count, None)
-    assert together.measured is not None
-    assert alone.measured is not None
-    assert "won" in together.won
-    # As good as one worker, up to what a study of so few trials leaves to chance.
-    assert together.measured.gradient_error < 1.2 * alone.measured.gradient_error
+    count = len(before) + 4
+    assert plan(count, url).trials >= count
+    assert before <= {trial.number for trial in done(_stored(url))}
 
 
-def _save_plan(trials: int, url: str, path: Path) -> None:
-    plan(trials, url, Slow(0.1)).save(path)
+def _trials(url: str) -> list[optuna.trial.FrozenTrial]:
+    [name] = optuna.get_all_study_names(_stored(url))
+    return list(optuna.load_study(study_name=name, storage=_stored(url)).trials)
 
 
 @needs_server
@@ -110,11 +126,11 @@ def test_strangers_are_refused_in_one_line(
 ) -> None:
     plan(2, url)
     other = synthetic_profile(3, grid=COARSE, seed=2)
-    from mesa_tune.search.fleet.studies import Work, join_search
+    from mesa_tune.search.study.study import Work, join_search
 
     def refused(words: str, study: str = "mesa-tune", to: str = url, of: object = PROFILE) -> None:
         with pytest.raises(RunError, match=words) as caught:
-            join_search(of, study, Work(to, None, None), lambda: Slow(0))  # type: ignore[arg-type]
+            join_search(of, study, Work(to, None, None), lambda: Weighted(PROFILE))  # type: ignore[arg-type]
         assert len(str(caught.value).splitlines()) <= 3
         assert not any(secret in str(caught.value) for secret in _SECRETS)
 
@@ -152,8 +168,8 @@ def test_the_password_is_nowhere(server: Server, url: str, tmp_path: Path) -> No
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert running.returncode == 0, (tmp_path / "output").read_text("utf-8")
     assert any(b"multiprocessing" in title for title in seen)
-    trials = trials_of(_stored(url))
-    assert_none_lost_or_double(trials, 6)
+    trials = _trials(url)
+    assert len(done(_stored(url))) >= 6
     [study] = _stored(url).get_all_studies()
     stored = [study.user_attrs, study.system_attrs, *(vars(trial) for trial in trials)]
     everything = b"\n".join([*seen, *written, *(str(values).encode() for values in stored)])

@@ -1,13 +1,13 @@
-"""Storage of a study: memory, a SQLite file, a journal, or a database. A file of another kind is refused.
+"""Storage of a study: memory, a SQLite file, a journal, or a database server, each by Optuna's own means.
 
-SQLite is for one process, so its file is locked while a study uses it. What a process that was killed left
-running in it is then known to be lost.
+SQLite is for one process, so its file is locked while a study uses it. On a server, Optuna's heartbeats tell
+which trials are lost, and enqueue them again; a journal has none, and a lost trial stays as it was.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -15,17 +15,21 @@ from typing import Any
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import locked
-from mesa_tune.search.fleet.address import Address
+from mesa_tune.search.study.address import Address
 
 NAME = "mesa-tune-"
 """How the names of our studies begin."""
-_REMEDY = "--force makes a new study, --run DIR one in another folder, --storage one in another database"
-_URL_REMEDY = "check the URL of --storage and that its database answers, or leave it out: study.db of the run"
-_JOURNAL_REMEDY = "name another file with --storage journal:PATH, where there is room and a right to write"
-_DRIVER_REMEDY = 'pip install "mesa-tune[postgresql]" and write postgresql+psycopg://…, or install its driver'
+_REMEDIES = {
+    "sqlite": "--force makes a new study, --run DIR one in another folder, --storage one in another database",
+    "journal": "name another file with --storage journal:PATH, where there is room and a right to write",
+    "server": "check the URL of --storage and that its database answers; the same command then goes on",
+}
+_DRIVER = 'pip install "mesa-tune[postgresql]" and write postgresql+psycopg://…, or install its driver'
 _ONE_PROCESS = (
     "SQLite is for one process: several need --storage journal:PATH or postgresql+psycopg://… (docs/fleet.md)"
 )
+_BEAT, _SILENCE, _RETRIES = 15, 60, 3
+"""Seconds between two signs of life of a worker, and without one until its trial is another's."""
 # The server must not be waited for without end where a network drops packets.
 _PSYCOPG = {
     "connect_timeout": 10,
@@ -53,6 +57,9 @@ def opened_study(address: Address, name: str, attributes: Mapping[str, Any]) -> 
         for key, value in attributes.items():
             if key not in stored or stored[key] != value:
                 study.set_user_attr(key, value)
+        if not address.is_shared:  # what a process that was killed left running
+            for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+                study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         yield study
 
 
@@ -93,13 +100,13 @@ def explained(address: Address) -> Iterator[None]:
 
     errors: tuple[type[Exception], ...] = (SQLAlchemyError, OptunaError, CommandError, ImportError)
     if address.kind == "journal":
-        errors += (OSError,)
+        errors += (OSError, ValueError, KeyError, AssertionError)
+    if address.kind == "server":
+        errors += (UnboundLocalError,)  # of Optuna, where a connection is lost between two statements
     try:
         yield
     except errors as error:
-        remedy = {"sqlite": _REMEDY, "journal": _JOURNAL_REMEDY}.get(address.kind, _URL_REMEDY)
-        if isinstance(error, ImportError):
-            remedy = _DRIVER_REMEDY
+        remedy = _DRIVER if isinstance(error, ImportError) else _REMEDIES.get(address.kind, "")
         message = f"{address.shown}: the study cannot be used: {address.cleaned(_reason(error))}\n{remedy}"
         # The traceback of --debug would show the password, too.
         raise RunError(message) from (None if address.secrets else error)
@@ -118,67 +125,80 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _storage(address: Address) -> Iterator[Any]:
-    import optuna
+    from optuna import logging, storages
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if address.kind == "memory":
-        yield optuna.storages.InMemoryStorage()
-        return
+    logging.set_verbosity(logging.ERROR)
     if address.path is not None:
         _require_ours(address, address.path)
-    if address.kind == "journal":
-        yield _journal(address)
-        return
-    storage = _database(address)
-    try:
-        yield optuna.storages.get_storage(storage) if address.kind == "sqlite" else _patient(storage)
-    finally:
-        storage.engine.dispose()
+    if address.kind == "memory":
+        yield storages.InMemoryStorage()
+    elif address.path is not None and address.kind == "journal":
+        from mesa_tune.search.study.journal import backend
+
+        address.path.parent.mkdir(parents=True, exist_ok=True)
+        yield storages.JournalStorage(backend(address.path))
+    else:
+        database = _database(address)
+        try:
+            yield storages.get_storage(database)
+        finally:
+            database.engine.dispose()
+
+
+def _database(address: Address) -> Any:
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from sqlalchemy import event
+
+    assert address.url is not None
+    # Optuna fills in a template: braces in a password are no part of it.
+    url = address.url.replace("{", "{{").replace("}", "}}")
+    more: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        if address.kind == "server":
+            psycopg = address.url.startswith(("postgresql+psycopg://", "postgresql+psycopg2://"))
+            more["engine_kwargs"] = {"pool_pre_ping": True, "connect_args": _PSYCOPG if psycopg else {}}
+            more |= {"heartbeat_interval": _BEAT, "grace_period": _SILENCE}
+            more["heartbeat_stale_trial_callback"] = RetryHeartbeatStaleTrialCallback(max_retry=_RETRIES)
+        try:
+            database = RDBStorage(url, **more)
+            if address.kind != "server":
+                event.listen(database.engine, "connect", _hurry)
+                database.engine.dispose()
+            return database
+        except RuntimeError as error:  # a database of a newer version
+            remedy = _REMEDIES[address.kind]
+            raise RunError(
+                f"{address.shown}: the study cannot be used: {_reason(error)}\n{remedy}"
+            ) from error
+
+
+def _hurry(connection: Any, _: object) -> None:
+    """Do not wait for the disk at each of a trial's parameters: a killed process loses nothing by that."""
+    connection.execute("PRAGMA synchronous = OFF")
 
 
 def _require_ours(address: Address, path: Path) -> None:
     """Raise RunError unless the file of the storage is a study's, or none yet."""
+    is_ours, why = True, "not a study"
     if path.exists() and not path.is_file():
-        remedy = _REMEDY if address.kind == "sqlite" else _JOURNAL_REMEDY
-        raise RunError(f"{address.shown}: damaged, or not a study: this is no file\n{remedy}")
-    if path.exists() and path.stat().st_size:
-        (_require_database if address.kind == "sqlite" else _require_journal)(path)
-
-
-def _journal(address: Address) -> Any:
-    from optuna.storages import JournalStorage
-
-    from mesa_tune.search.fleet.journal import backend
-
-    assert address.path is not None
-    address.path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return JournalStorage(backend(address.path))
-    except (ValueError, KeyError, AssertionError) as error:
-        raise RunError(f"{address.shown}: damaged: {error}\n{_JOURNAL_REMEDY}") from error
-
-
-def _database(address: Address) -> Any:
-    from optuna.storages import RDBStorage
-
-    assert address.url is not None
-    arguments: dict[str, Any] = {}
-    if address.kind == "server":
-        is_psycopg = address.url.startswith(("postgresql+psycopg://", "postgresql+psycopg2://"))
-        arguments = {"pool_pre_ping": True, "connect_args": _PSYCOPG if is_psycopg else {}}
-    # Optuna fills in a template: braces in a password are no part of it.
-    url = address.url.replace("{", "{{").replace("}", "}}")
-    try:
-        return RDBStorage(url, engine_kwargs=arguments)
-    except RuntimeError as error:  # a database of a newer version
-        remedy = _URL_REMEDY if address.kind == "server" else _REMEDY
-        raise RunError(f"{address.shown}: the study cannot be used: {_reason(error)}\n{remedy}") from error
-
-
-def _patient(storage: Any) -> Any:
-    from mesa_tune.search.fleet.patience import PatientStorage
-
-    return PatientStorage(storage)
+        is_ours, why = False, "damaged, or not a study: this is no file"
+    elif path.exists() and path.stat().st_size and address.kind == "journal":
+        with path.open("rb") as file:
+            first = file.readline(1 << 16)
+        is_ours = b'"op_code"' in first or not first.endswith(b"\n")
+        why = "not the journal of a study"
+    elif path.exists() and path.stat().st_size:
+        try:
+            # Not read-only: SQLite must be able to undo what a killed process left half written.
+            with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as database:
+                rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            is_ours, why = not rows or ("studies",) in rows, "a database of something else, not a study"
+        except sqlite3.Error as error:
+            is_ours, why = False, f"damaged, or not a study: {error}"
+    if not is_ours:
+        raise RunError(f"{address.shown}: {why}\n{_REMEDIES[address.kind]}")
 
 
 @contextmanager
@@ -190,36 +210,8 @@ def _alone(address: Address) -> Iterator[None]:
     path = address.path.resolve()
     if "://" not in address.shown:
         path.parent.mkdir(parents=True, exist_ok=True)
-    lock = locked(path.with_name(f".{path.name}.lock"), _in_use(address))
+    busy = f"{address.shown}: another process works on this study\n{_ONE_PROCESS}"
+    lock = locked(path.with_name(f".{path.name}.lock"), busy)
     # SQLite refuses a path in a folder that does not exist.
     with lock if path.parent.is_dir() else nullcontext():
         yield
-
-
-def _in_use(address: Address) -> str:
-    return f"{address.shown}: another process works on this study\n{_ONE_PROCESS}"
-
-
-def _require_database(path: Path) -> None:
-    try:
-        # Not read-only: SQLite must be able to undo what a killed process left half written.
-        with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as database:
-            names = {
-                name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            }
-            if database.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                raise RunError(f"{path}: damaged: SQLite finds it inconsistent\n{_REMEDY}")
-    except sqlite3.Error as error:
-        raise RunError(f"{path}: damaged, or not a study: {error}\n{_REMEDY}") from error
-    if names and not {"studies", "trials"} & names:  # a killed process may not have made all tables
-        raise RunError(f"{path}: a database of something else, not a study\n{_REMEDY}")
-
-
-def _require_journal(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            first = file.readline(1 << 16)
-        if first.endswith(b"\n") and "op_code" not in json.loads(first):
-            raise ValueError
-    except (ValueError, TypeError):
-        raise RunError(f"{path}: not the journal of a study\n{_JOURNAL_REMEDY}") from None
