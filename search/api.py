@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mesa_tune.errors import options
 from mesa_tune.policy import Policy
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 TRIALS = 10
 TIMEOUT = 30.0
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("batch_size", "max_saved", "max_slowdown", "pins", "forbid", "only")),
+    "max_batch": False,
+    "max_noise_ratio": MAX_NOISE_RATIO,
+    "objective": "auto",
+    "seed": 0,
+}
 
 
 def search_policy(
@@ -91,45 +98,78 @@ def search_policy(
             that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
-    check_request(
+    check_request(budget, trials=trials, timeout=timeout, objective=objective)
+    solved = solve(
+        profile,
         budget,
-        trials=trials,
-        timeout=timeout,
         batch_size=batch_size,
         max_batch=max_batch,
         max_saved=max_saved,
         max_slowdown=max_slowdown,
         max_noise_ratio=max_noise_ratio,
         objective=objective,
+        pins=pins,
         forbid=forbid,
         only=only,
+        seed=seed,
     )
+    if trials == 0:
+        return solved.plan
+    return solved.studied(Work(storage, trials, timeout, progress, sharing), workload, measure)
+
+
+@dataclass(frozen=True)
+class SolvedSearch:
+    """A request with the `plan` of its exact solution. `best`: None if nothing is compressed."""
+
+    request: Request
+    plan: Plan
+    best: tuple[Step, Solved] | None = None
+
+    def studied(self, work: Work, workload: Workload | None = None, measure: Meter | None = None) -> Plan:
+        """Return the plan of a study around the solution; this plan, where there is nothing to measure.
+
+        `measure`: measures in place of the workload. Without both limits, `work` has the default ones.
+        """
+        profile = self.request.profile
+        can_measure = measure is not None or (workload is not None and profile.own_noise is not None)
+        if self.best is None or not can_measure:
+            return self.plan
+        step, solved = self.best
+        if not step.program.space.noise(solved.solution.chosen):
+            return self.plan
+        work = replace(work, **_lengths(work.trials, work.timeout))
+        with nullcontext(measure) if measure else _measuring(profile, workload) as meter:
+            outcome = _improved(self.request, step, solved, meter, work)
+        return _plan(self.request, step.program, solved, outcome, work.trials)
+
+
+def solve(profile: Profile, budget: int | str | None = None, **asked: Any) -> SolvedSearch:
+    """Solve a request exactly: arguments and errors are those of `search_policy`."""
+    check_request(budget, **asked)
+    asked = {**_DEFAULTS, **asked}
+    batch_size, pins = asked["batch_size"], asked["pins"] or {}
+    objective, ratio = asked["objective"], asked["max_noise_ratio"]
     profile.plain_ms(profile.batch_size)  # raises for a profile without prices
+    max_slowdown = asked["max_slowdown"]
     if objective == "memory" and max_slowdown is None:
         max_slowdown = MEMORY_SLOWDOWN
-    restrictions = Restrictions.of(forbid, only)
-    options = (pins or {}, restrictions, objective, max_noise_ratio)
-    limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
+    restrictions = Restrictions.of(asked["forbid"], asked["only"])
+    options = (pins, restrictions, objective, ratio)
+    limits, requested = _limits(profile, budget, batch_size, asked["max_saved"], max_slowdown)
     size, asked_peak = batch_size or profile.batch_size, limits.peak
-    if max_batch:
+    if asked["max_batch"]:
         size, limits = _largest(profile, limits, requested, max_slowdown, *options)
-    request = Request(profile, size, asked_peak, _baseline(profile, size), limits, *options, seed, requested)
+    baseline = _baseline(profile, size)
+    request = Request(profile, size, asked_peak, baseline, limits, *options, asked["seed"], requested)
     if _plain_fits(profile, limits, size, objective, pins):
-        return _exact_plan(request)
+        return SolvedSearch(request, _exact_plan(request))
     profile.require_prices()
-    possible = steps(profile, size, request.pins, restrictions)
-    best = solved_in_time(profile, possible, limits, objective, max_noise_ratio)
+    possible = steps(profile, size, pins, restrictions)
+    best = solved_in_time(profile, possible, limits, objective, ratio)
     if best is None:
-        raise unreachable(profile, possible, limits, request.pins, requested, Deadline())
-    step, solved = best
-    program = step.program
-    can_measure = measure is not None or (workload is not None and profile.own_noise is not None)
-    if not can_measure or trials == 0 or not program.space.noise(solved.solution.chosen):
-        return _plan(request, program, solved)
-    work = Work(storage, *_lengths(trials, timeout), progress, sharing)
-    with nullcontext(measure) if measure else _measuring(profile, workload) as meter:
-        outcome = _improved(request, step, solved, meter, work)
-    return _plan(request, program, solved, outcome, work.trials)
+        raise unreachable(profile, possible, limits, pins, requested, Deadline())
+    return SolvedSearch(request, _plan(request, best[0].program, best[1]), best)
 
 
 def _limits(
@@ -232,8 +272,9 @@ def _exact_plan(request: Request) -> Plan:
     )
 
 
-def _lengths(trials: int | None, timeout: float | None) -> tuple[int | None, float | None]:
-    return (TRIALS, TIMEOUT) if trials is None and timeout is None else (trials, timeout)
+def _lengths(trials: int | None, timeout: float | None) -> dict[str, Any]:
+    default = trials is None and timeout is None
+    return {"trials": TRIALS, "timeout": TIMEOUT} if default else {"trials": trials, "timeout": timeout}
 
 
 def _measuring(profile: Profile, workload: Workload | None) -> AbstractContextManager[Meter]:

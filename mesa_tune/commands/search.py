@@ -55,6 +55,7 @@ from mesa_tune.units import parse_bytes
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.search import Plan
+    from mesa_tune.search.api import SolvedSearch
     from mesa_tune.search.study.study import Sharing
     from mesa_tune.workload.workload import Workload
 
@@ -80,31 +81,18 @@ class _Arguments:
     forbid: str | None = None
     only: str | None = None
 
-    def plan(
-        self,
-        profile: Profile,
-        workload: Workload | None = None,
-        study: str | Path | None = None,
-        progress: Callable[[str], None] | None = None,
-        sharing: Sharing | None = None,
-    ) -> Plan:
+    def solved(self, profile: Profile) -> SolvedSearch:
+        """Solve from the profile alone."""
         from mesa_tune.policy.values import split_words
-        from mesa_tune.search import search_policy
+        from mesa_tune.search.api import solve
+        from mesa_tune.search.request import check_request
         from mesa_tune.search.restrictions import read_pin
 
-        arguments = {key: value for key, value in vars(self).items() if key != "pin"}
+        check_request("1GB", trials=self.trials, timeout=self.timeout)
+        asked = {key: value for key, value in vars(self).items() if key not in ("pin", "trials", "timeout")}
         for key in ("forbid", "only"):
-            arguments[key] = None if arguments[key] is None else split_words(arguments[key])
-        pins = dict(map(read_pin, self.pin))
-        return search_policy(
-            profile,
-            workload=workload,
-            storage=study,
-            progress=progress,
-            pins=pins,
-            sharing=sharing,
-            **arguments,
-        )
+            asked[key] = None if asked[key] is None else split_words(asked[key])
+        return solve(profile, pins=dict(map(read_pin, self.pin)), **asked)
 
     def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
         """Return the origin of plan and policy: equal for equal limits, however they were typed."""
@@ -286,7 +274,8 @@ class _Search:
 
     def solve(self, run: Run, profile: Profile) -> None:
         """Make the plan from the profile alone."""
-        self.plan = self.arguments.plan(profile)
+        self.solved = self.arguments.solved(profile)
+        self.plan = self.solved.plan
         self.origin = self.arguments.origin(run, profile, self.plan)
 
     def check(self, run: Run) -> None:
@@ -299,7 +288,7 @@ class _Search:
         if command.workload is not None and self.plan.predicted.gradient_error:
             text = f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}"
             command.output.line(text)
-            self.plan = _studied(self.arguments, command)
+            self.plan = _studied(self.solved, self.arguments, command)
         plan = self.plan.at(self.files.policy)
         _write(command.run, self.files, plan, self.origin)
         return plan
@@ -344,12 +333,15 @@ def _limits(arguments: _Arguments) -> str:
     return f"for {time}" if arguments.trials is None else f"up to {arguments.trials} in {time}"
 
 
-def _studied(arguments: _Arguments, command: _Command) -> Plan:
+def _studied(solved: SolvedSearch, arguments: _Arguments, command: _Command) -> Plan:
+    from mesa_tune.search.study.study import Work
+
     run, profile, output = command.run, command.profile, command.output
     again = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{again} {fits}`"):
-        plan = arguments.plan(profile, command.workload, command.study(), output.status, command.sharing)
+        work = Work(command.study(), arguments.trials, arguments.timeout, output.status, command.sharing)
+        plan = solved.studied(work, command.workload)
     output.status("")
     return plan
 

@@ -24,7 +24,7 @@ from mesa_tune.search.solver import Program
 from mesa_tune.search.study.trial import Chosen, Goal, Measured
 
 MOST_GROUPS = 24
-_FACTOR = 2.0
+_FACTOR = 1.5
 """Largest natural logarithm of the factors on prices."""
 MARGIN = {"noise": 1.4, "slowdown": 0.4}
 """Largest natural logarithms of the factors on limits."""
