@@ -50,6 +50,9 @@ class Right:
             for turn in range(1, rounds + 1)
         ]
 
+    def peak(self, policy: mt.Policy) -> int | None:
+        return None
+
     def cost(self, policy: mt.Policy) -> float:
         """Return the time to the same result."""
         predicted = self.profile.predict(policy)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesa_tune.errors import options
-from mesa_tune.policy import Policy
-from mesa_tune.policy.policy import Header
-from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.errors import BudgetError, options
+from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.again.traced import ROUNDS, SECONDS, corrected
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
-from mesa_tune.search.clusters import producers
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
-from mesa_tune.search.request import Request, check_request
+from mesa_tune.search.request import Request, check_request, exact_plan, plan_of
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
+from mesa_tune.search.space import policy_at
 from mesa_tune.search.steps import Step, solved_in_time, steps
-from mesa_tune.search.study.study import Sharing, Task, Work, improved, policy_at
+from mesa_tune.search.study.study import Sharing, Task, Work, improved
 from mesa_tune.search.unreachable import unreachable
-from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
+from mesa_tune.units import Budget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from mesa_tune.search.study.trial import Meter
@@ -79,8 +79,8 @@ def search_policy(
     better in fresh measurements: it errs less, is faster or has a lower peak, by `objective`, or it is within
     the noise ratio where the solution is not. If the plain step fits the budget, the policy is exact.
 
-    `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
-    0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
+    `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 10,
+    0 for no study) and `timeout` (default 30 seconds) limit the study; either alone removes the other limit.
     `batch_size`: the size to plan for, default the profiled one. `max_batch`: plan for the largest size whose
     step fits the budget, within the noise ratio where one can be; bytes are then real memory, with a margin
     for what predictions miss, and a percentage is of the profiled step. `max_saved`: limit on saved bytes.
@@ -113,6 +113,8 @@ def search_policy(
         only=only,
         seed=seed,
     )
+    if workload is not None:
+        solved = solved.traced(workload)
     if trials == 0:
         return solved.plan
     return solved.studied(Work(storage, trials, timeout, progress, sharing), workload, measure)
@@ -120,11 +122,52 @@ def search_policy(
 
 @dataclass(frozen=True)
 class SolvedSearch:
-    """A request with the `plan` of its exact solution. `best`: None if nothing is compressed."""
+    """A request with the `plan` of its exact solution, `best` of the `possible` steps.
+
+    `best`: None if nothing is compressed. `tracer`: what traced the plan's bytes; None where these are
+    inferred.
+    """
 
     request: Request
     plan: Plan
     best: tuple[Step, Solved] | None = None
+    possible: Sequence[Step] = ()
+    tracer: PolicyTracer | None = None
+
+    def traced(self, workload: Workload) -> SolvedSearch:
+        """Return the search whose plan's own step was traced and fits: it is solved again until one does.
+
+        Where steps cannot be traced on fake tensors, the same search. Raise BudgetError if none was found.
+        """
+        request, limits, least = self.request, self.request.limits, math.inf
+        profile, best, possible = request.profile, self.best, list(self.possible)
+        plain = profile.timeline.at(request.batch_size).peak_bytes({})
+        tracer = PolicyTracer(workload, request.batch_size, plain)
+        for left in reversed(range(ROUNDS)):
+            if best is None:
+                break
+            step, solved = best
+            space, chosen = step.program.space, solved.solution.chosen
+            traced = tracer.trace(policy_at(profile, space, chosen))
+            if traced is None:
+                return self
+            excess = 0 if request.limits.peak is None else traced.reserved - request.limits.peak
+            if excess <= 0:
+                plan = plan_of(request, space, solved, traced=traced)
+                return SolvedSearch(request, plan, best, possible, tracer)
+            least = min(least, traced.reserved)
+            if left < ROUNDS // 2 and limits.peak is not None:
+                limits = replace(limits, peak=limits.peak - excess)
+            own = profile.in_slices if step.sliced else profile
+            possible[possible.index(step)] = Step(step.sliced, Program(corrected(space, chosen, traced, own)))
+            objective = "memory" if left == 1 else request.objective  # the last is the smallest
+            best = solved_in_time(profile, possible, limits, objective, request.max_noise_ratio, SECONDS)
+        if self.best is None:
+            return self
+        raise BudgetError(
+            f"budget {format_bytes(request.budget or 0)}: no plan was found whose traced step fits\n"
+            f"the smallest one found takes {format_bytes(int(least))}: raise {options('budget')} to that"
+        )
 
     def studied(self, work: Work, workload: Workload | None = None, measure: Meter | None = None) -> Plan:
         """Return the plan of a study around the solution; this plan, where there is nothing to measure.
@@ -139,9 +182,11 @@ class SolvedSearch:
         if not step.program.space.noise(solved.solution.chosen):
             return self.plan
         work = replace(work, **_lengths(work.trials, work.timeout))
-        with nullcontext(measure) if measure else _measuring(profile, workload) as meter:
+        with nullcontext(measure) if measure else _measuring(self.request, workload) as meter:
             outcome = _improved(self.request, step, solved, meter, work)
-        return _plan(self.request, step.program, solved, outcome, work.trials)
+        policy = policy_at(profile, step.program.space, outcome.chosen)
+        traced = None if self.tracer is None else self.tracer.trace(policy)
+        return plan_of(self.request, step.program.space, solved, outcome, work.trials, traced)
 
 
 def solve(profile: Profile, budget: int | str | None = None, **asked: Any) -> SolvedSearch:
@@ -163,13 +208,13 @@ def solve(profile: Profile, budget: int | str | None = None, **asked: Any) -> So
     baseline = _baseline(profile, size)
     request = Request(profile, size, asked_peak, baseline, limits, *options, asked["seed"], requested)
     if _plain_fits(profile, limits, size, objective, pins):
-        return SolvedSearch(request, _exact_plan(request))
+        return SolvedSearch(request, exact_plan(request))
     profile.require_prices()
     possible = steps(profile, size, pins, restrictions)
     best = solved_in_time(profile, possible, limits, objective, ratio)
     if best is None:
         raise unreachable(profile, possible, limits, pins, requested, Deadline())
-    return SolvedSearch(request, _plan(request, best[0].program, best[1]), best)
+    return SolvedSearch(request, plan_of(request, best[0].program.space, best[1]), best, possible)
 
 
 def _limits(
@@ -252,38 +297,16 @@ def _plain_fits(profile: Profile, limits: Limits, batch_size: int, objective: st
     return fits and objective != "memory" and all(settings.exact for settings in pinned)
 
 
-def _exact_plan(request: Request) -> Plan:
-    predicted = request.profile.predict_assignment({}, batch_size=request.batch_size)
-    # Nothing is faster than the plain step, and nothing errs less.
-    objective = "time" if request.objective == "auto" else request.objective
-    return Plan(
-        policy=Policy((), _header(request, predicted, objective)),
-        predicted=predicted,
-        baseline=request.baseline,
-        budget_bytes=request.budget,
-        batch_size=request.batch_size,
-        profiled_batch_size=request.profile.batch_size,
-        bound=request.profile.plain_ms(request.batch_size) if objective == "time" else 0.0,
-        gap=0.0,
-        solver="none",
-        objective=objective,
-        won="the plain step fits the budget: nothing is compressed",
-        max_saved=request.limits.saved,
-    )
-
-
 def _lengths(trials: int | None, timeout: float | None) -> dict[str, Any]:
     default = trials is None and timeout is None
     return {"trials": TRIALS, "timeout": TIMEOUT} if default else {"trials": trials, "timeout": timeout}
 
 
-def _measuring(profile: Profile, workload: Workload | None) -> AbstractContextManager[Meter]:
+def _measuring(request: Request, workload: Workload | None) -> AbstractContextManager[Meter]:
     from mesa_tune.profiler.timing.step_meter import measuring
 
     assert workload is not None
-    assert profile.own_noise is not None
-    # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
-    return measuring(workload.with_batch_size(profile.batch_size), profile.own_noise)
+    return measuring(workload, request.profile, request.batch_size)
 
 
 def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work: Work) -> Outcome:
@@ -294,82 +317,3 @@ def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work
     task = Task(*asked, step.sliced, limits, chosen, request.seed, solved.objective)
     labels = {"model": profile.model, "budget_bytes": request.budget, "batch_size": request.batch_size}
     return improved(profile, program, task, measure, work, request.identity, labels)
-
-
-def _plan(
-    request: Request,
-    program: Program,
-    solved: Solved,
-    outcome: Outcome | None = None,
-    trials: int | None = None,
-) -> Plan:
-    """Return the plan. `outcome`: of the study, which was to have `trials` if they are limited."""
-    chosen = outcome.chosen if outcome else solved.solution.chosen
-    assignment = program.space.assignment(chosen)
-    predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
-    return Plan(
-        policy=replace(
-            policy_at(request.profile, program.space, chosen),
-            header=_header(request, predicted, solved.objective, assignment),
-        ),
-        predicted=predicted,
-        baseline=request.baseline,
-        budget_bytes=request.budget,
-        batch_size=request.batch_size,
-        profiled_batch_size=request.profile.batch_size,
-        bound=solved.bound,
-        gap=solved.gap,
-        measured=outcome.measured if outcome else None,
-        trials=len(outcome.history) if outcome else 0,
-        history=outcome.history if outcome else (),
-        solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
-        won=_won(outcome, trials),
-        max_saved=request.limits.saved,
-        objective=solved.objective,
-        why=solved.why,
-        max_noise_ratio=solved.limits.noise,
-        request=request.again(predicted.reserved_bytes or predicted.peak_bytes),
-    )
-
-
-def _header(
-    request: Request, predicted: Prediction, objective: str, assignment: Assignment | None = None
-) -> Header:
-    profile = request.profile
-    plain_ms = profile.plain_ms(request.batch_size)
-    ratio = predicted.gradient_noise_ratio
-    return Header(
-        model=Path(profile.model).stem if profile.model else None,
-        fingerprint=profile.layers_fingerprint or None,
-        torch=profile.torch,
-        batch=request.batch_size,
-        budget=None if request.budget is None else format_bytes(request.budget),
-        objective=objective,
-        producers=producers(profile.timeline, assignment or {}),
-        predicted=", ".join(
-            [
-                f"peak {format_bytes(predicted.peak_bytes)}",
-                f"saved {format_bytes(predicted.saved_bytes)}",
-                f"gradient error {predicted.gradient_error:.2e}",
-                *([] if ratio is None else [f"own noise ratio {ratio:.1e}"]),
-                *([] if predicted.step_ms is None else [f"step {predicted.step_ms / plain_ms:.2f}x"]),
-            ]
-        ),
-    )
-
-
-def _won(outcome: Outcome | None, limit: int | None) -> str:
-    if outcome is None:
-        return "no study: solved from the profile alone"
-    if outcome.measured is None:
-        return f"not measured: no trial fits into the time; give {options('timeout')} more seconds"
-    trials = counted(len(outcome.history), "trial")
-    if outcome.ended:
-        trials = (
-            f"{len(outcome.history)} of {limit} trials ({outcome.ended})"
-            if limit
-            else f"{trials} ({outcome.ended})"
-        )
-    if not outcome.won:
-        return f"{trials} found nothing better, so the solved plan stays"
-    return f"{trials} won {outcome.won}"

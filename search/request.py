@@ -1,20 +1,31 @@
-"""What is asked of a search: its arguments, checked, and in bytes and milliseconds."""
+"""What is asked of a search: its arguments, checked, in bytes and milliseconds; and the plan that answers."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mesa_tune.errors import BudgetError
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.objectives import MAX_NOISE_RATIO, check_objective
-from mesa_tune.search.plan import Baseline
-from mesa_tune.search.problem import Limits
+from mesa_tune.errors import BudgetError, options
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.search.again.traced import traced_prediction
+from mesa_tune.search.clusters import producers
+from mesa_tune.search.objectives import MAX_NOISE_RATIO, Solved, check_objective
+from mesa_tune.search.plan import Baseline, Plan
+from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
-from mesa_tune.units import Budget, parse_bytes
+from mesa_tune.search.space import policy_at
+from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from mesa_tune.profiler.fake_steps import FakeStep
+    from mesa_tune.search.study.worker import Outcome
 
 
 @dataclass(frozen=True)
@@ -102,3 +113,109 @@ def _require_positive(name: str, value: float | None, *, whole: bool = False, fi
         raise BudgetError(
             f"{name} {value!r}: must be {kind}\ngive such a number, or leave it out for the default"
         )
+
+
+def exact_plan(request: Request) -> Plan:
+    """Return the plan that compresses nothing: the plain step fits."""
+    predicted = request.profile.predict_assignment({}, batch_size=request.batch_size)
+    # Nothing is faster than the plain step, and nothing errs less.
+    objective = "time" if request.objective == "auto" else request.objective
+    return Plan(
+        policy=Policy((), _header(request, predicted, objective)),
+        predicted=predicted,
+        baseline=request.baseline,
+        budget_bytes=request.budget,
+        batch_size=request.batch_size,
+        profiled_batch_size=request.profile.batch_size,
+        bound=request.profile.plain_ms(request.batch_size) if objective == "time" else 0.0,
+        gap=0.0,
+        solver="none",
+        objective=objective,
+        won="the plain step fits the budget: nothing is compressed",
+        max_saved=request.limits.saved,
+    )
+
+
+def plan_of(
+    request: Request,
+    space: Space,
+    solved: Solved,
+    outcome: Outcome | None = None,
+    trials: int | None = None,
+    traced: FakeStep | None = None,
+) -> Plan:
+    """Return the plan. `outcome`: of the study, which was to have `trials` if they are limited.
+
+    `traced`: its step, whose bytes are then those that are promised.
+    """
+    chosen = outcome.chosen if outcome else solved.solution.chosen
+    assignment = space.assignment(chosen)
+    predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
+    if traced is not None:
+        predicted = traced_prediction(predicted, traced, request.profile)
+    return Plan(
+        policy=replace(
+            policy_at(request.profile, space, chosen),
+            header=_header(request, predicted, solved.objective, assignment),
+        ),
+        predicted=predicted,
+        baseline=request.baseline,
+        budget_bytes=request.budget,
+        batch_size=request.batch_size,
+        profiled_batch_size=request.profile.batch_size,
+        bound=solved.bound,
+        gap=solved.gap,
+        measured=outcome.measured if outcome else None,
+        trials=len(outcome.history) if outcome else 0,
+        history=outcome.history if outcome else (),
+        solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
+        won=_won(outcome, trials),
+        max_saved=request.limits.saved,
+        objective=solved.objective,
+        why=solved.why,
+        max_noise_ratio=solved.limits.noise,
+        request=request.again(predicted.reserved_bytes or predicted.peak_bytes),
+    )
+
+
+def _header(
+    request: Request, predicted: Prediction, objective: str, assignment: Assignment | None = None
+) -> Header:
+    profile = request.profile
+    plain_ms = profile.plain_ms(request.batch_size)
+    ratio = predicted.gradient_noise_ratio
+    return Header(
+        model=Path(profile.model).stem if profile.model else None,
+        fingerprint=profile.layers_fingerprint or None,
+        torch=profile.torch,
+        batch=request.batch_size,
+        budget=None if request.budget is None else format_bytes(request.budget),
+        objective=objective,
+        producers=producers(profile.timeline, assignment or {}),
+        predicted=", ".join(
+            [
+                f"peak {format_bytes(predicted.peak_bytes)}",
+                f"saved {format_bytes(predicted.saved_bytes)}",
+                f"gradient error {predicted.gradient_error:.2e}",
+                *([] if ratio is None else [f"own noise ratio {ratio:.1e}"]),
+                *([] if predicted.step_ms is None else [f"step {predicted.step_ms / plain_ms:.2f}x"]),
+            ]
+        ),
+    )
+
+
+def _won(outcome: Outcome | None, limit: int | None) -> str:
+    if outcome is None:
+        return "no study: solved from the profile alone"
+    if outcome.measured is None:
+        return f"not measured: no trial fits into the time; give {options('timeout')} more seconds"
+    trials = counted(len(outcome.history), "trial")
+    if outcome.ended:
+        trials = (
+            f"{len(outcome.history)} of {limit} trials ({outcome.ended})"
+            if limit
+            else f"{trials} ({outcome.ended})"
+        )
+    if not outcome.won:
+        return f"{trials} found nothing better, so the solved plan stays"
+    return f"{trials} won {outcome.won}"

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
+from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.errors.noise import FEW_ELEMENTS, Shares
@@ -70,6 +71,13 @@ def make_space(
         slices=slices,
     )
     return space.from_fastest()
+
+
+def policy_at(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
+    """Return the policy of the choices `chosen`, without a header."""
+    assignment = space.assignment(chosen)
+    rules = ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers)
+    return Policy.from_assignments(rules).rerunning(space.taken(chosen))
 
 
 class _Builder:

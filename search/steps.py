@@ -98,7 +98,12 @@ def solved_best(
 
 
 def solved_in_time(
-    profile: Profile, possible: Sequence[Step], limits: Limits, objective: str, ratio: float
+    profile: Profile,
+    possible: Sequence[Step],
+    limits: Limits,
+    objective: str,
+    ratio: float,
+    seconds: float = Deadline.seconds,
 ) -> tuple[Step, Solved] | None:
     """Return the best solution, whose predicted step is within the limit on its time; None if there is none.
 
@@ -108,7 +113,7 @@ def solved_in_time(
     """
     asked, within, reached = limits.ms, limits, math.inf
     for _ in range(_ROUNDS):
-        best = solved_best(profile, possible, within, objective, ratio, Deadline())
+        best = solved_best(profile, possible, within, objective, ratio, Deadline(seconds))
         if best is None:
             break
         step, solved = best

@@ -288,7 +288,7 @@ class _Search:
         if command.workload is not None and self.plan.predicted.gradient_error:
             text = f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}"
             command.output.line(text)
-            self.plan = _studied(self.solved, self.arguments, command)
+            self.plan = _studied(self.solved, command.workload, self.arguments, command)
         plan = self.plan.at(self.files.policy)
         _write(command.run, self.files, plan, self.origin)
         return plan
@@ -333,7 +333,7 @@ def _limits(arguments: _Arguments) -> str:
     return f"for {time}" if arguments.trials is None else f"up to {arguments.trials} in {time}"
 
 
-def _studied(solved: SolvedSearch, arguments: _Arguments, command: _Command) -> Plan:
+def _studied(solved: SolvedSearch, workload: Workload, arguments: _Arguments, command: _Command) -> Plan:
     from mesa_tune.search.study.study import Work
 
     run, profile, output = command.run, command.profile, command.output
@@ -341,7 +341,7 @@ def _studied(solved: SolvedSearch, arguments: _Arguments, command: _Command) -> 
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{again} {fits}`"):
         work = Work(command.study(), arguments.trials, arguments.timeout, output.status, command.sharing)
-        plan = solved.studied(work, command.workload)
+        plan = solved.traced(workload).studied(work, workload)
     output.status("")
     return plan
 

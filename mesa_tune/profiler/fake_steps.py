@@ -11,6 +11,7 @@ import gc
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 from torch import Tensor
@@ -31,9 +32,12 @@ from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload, fake_copy, faked
 from mesa_tune.workload.session import session
 from mesa_tune.workload.user_code import explaining
+from mesa_tune.workload.workload import Workload
 
 SLOW_MS = 300.0
 """Real steps that take longer are traced without memory, unless fake ones take longer still."""
+_SAME = 0.003
+"""Share of a plain step's bytes by which a fake one may differ."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,33 @@ class FakeSteps:
             peak = static + trace.peak()
             return FakeStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
         return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)
+
+
+@dataclass
+class PolicyTracer:
+    """Traces the steps of a workload under any policy at one batch size, as on the CPU.
+
+    `plain_peak`: what a plain step takes. Fake steps that differ from it are no real ones, and not believed.
+    """
+
+    workload: Workload
+    batch_size: int
+    plain_peak: int
+
+    def trace(self, policy: Policy) -> FakeStep | None:
+        """Return the step under `policy`; None where fake tensors are no help."""
+        return self._trace(policy) if self._is_believed else None
+
+    @cached_property
+    def _is_believed(self) -> bool:
+        plain = self._trace(Policy.parse("")) if self.workload.device == "cpu" else None
+        return plain is not None and abs(plain.peak / self.plain_peak - 1) <= _SAME
+
+    def _trace(self, policy: Policy) -> FakeStep | None:
+        try:
+            return FakeSteps(FakeWorkload.of(self.workload), policy, cuda=False).at(self.batch_size)
+        except MesaTuneError:
+            return None
 
 
 def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: float) -> TracedWorkload | None:

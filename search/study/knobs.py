@@ -24,8 +24,8 @@ from mesa_tune.search.solver import Program
 from mesa_tune.search.study.trial import Chosen, Goal, Measured
 
 MOST_GROUPS = 24
-_FACTOR = 1.5
-"""Largest natural logarithm of the factors on prices."""
+_FACTOR = {"time": 1.5, "error": 2.5}
+"""Largest natural logarithms of the factors on prices."""
 MARGIN = {"noise": 1.4, "slowdown": 0.4}
 """Largest natural logarithms of the factors on limits."""
 AIM = {"noise": 0.9, "slowdown": 0.98}
@@ -78,7 +78,8 @@ class Knobs:
         """Return what the parameters of a trial change; all are asked for in every trial."""
         limits, factors = self._moved(trial), np.ones(len(self.program.rows.choices))
         for group, numbers in self.groups.items():
-            factor = math.exp(trial.suggest_float(f"price of {group}", -_FACTOR, _FACTOR))
+            largest = _FACTOR[self.goal.objective]
+            factor = math.exp(trial.suggest_float(f"price of {group}", -largest, largest))
             for number in numbers:
                 start = self.program.rows.starts[number]
                 factors[start : start + len(self.program.space.decisions[number].choices)] = factor

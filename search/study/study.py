@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mesa_tune.errors import RunError
-from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import make_space
+from mesa_tune.search.space import make_space, policy_at
 from mesa_tune.search.study.address import Address
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
@@ -139,8 +138,10 @@ def improved(
         return worker.confirmed()
 
 
-def join_search(profile: Profile, study: str, work: Work, measure: Callable[[], Meter]) -> Joined:
+def join_search(profile: Profile, study: str, work: Work, measure: Callable[[int], Meter]) -> Joined:
     """Run trials of a study that was begun elsewhere: `study` is its name, or how only its name begins.
+
+    `measure`: makes what measures, for plans at a batch size.
 
     Without `work.trials` and `work.timeout`, the study's own limits hold. Raise RunError for a study of
     another profile, version or hardware, and for a storage that cannot be used.
@@ -148,20 +149,13 @@ def join_search(profile: Profile, study: str, work: Work, measure: Callable[[], 
     address = Address.of(work.storage)
     with joined_study(address, study) as joined:
         task, program = _task_of(joined, profile, address)
-        worker = _worker(joined, task, profile, program, measure(), None)
+        worker = _worker(joined, task, profile, program, measure(task.batch_size), None)
         trials, timeout = work.trials, work.timeout
         if trials is None and timeout is None:
             trials, timeout = joined.user_attrs.get("trials"), joined.user_attrs.get("timeout")
         with work.sharing(joined.study_name) if work.sharing else nullcontext():
             worker.run(trials, timeout, work.progress)
         return Joined(joined.study_name, len(worker.plans()), worker.own)
-
-
-def policy_at(profile: Profile, space: Space, chosen: Chosen) -> Policy:
-    """Return the policy of the choices `chosen`, without a header."""
-    assignment = space.assignment(chosen)
-    rules = ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers)
-    return Policy.from_assignments(rules).rerunning(space.taken(chosen))
 
 
 def _worker(

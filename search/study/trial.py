@@ -45,6 +45,10 @@ class Meter(Protocol):
         """Return milliseconds of whole steps taken in turn: for each round, one under each policy."""
         ...
 
+    def peak(self, policy: Policy) -> int | None:
+        """Return the peak of a step with workspaces, traced under `policy`; None where it is unknown."""
+        ...
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -133,6 +137,11 @@ class Goal:
         """Return True for a plan that was measured to the end, and is within all limits."""
         timed = bool(plan.paces) or not self.is_timed
         return plan.is_whole and timed and max(self.excesses(plan).values(), default=0.0) <= 0
+
+    def fits(self, policy: Policy, meter: Meter) -> bool:
+        """Return False for a plan whose traced step takes more than the limit on the peak."""
+        peak = None if self.limits.peak is None else meter.peak(policy)
+        return peak is None or self.limits.peak is None or peak <= self.limits.peak
 
     def may_win(self, errors: Sequence[GradientError], best: Measured) -> bool:
         """Return False if the first errors are too large by more than their standard error."""

@@ -195,16 +195,12 @@ class Worker:
     def _objective(self, trial: Any) -> float:
         from optuna import TrialPruned
 
-        began, plans, setting = time.monotonic(), self.plans(), self.knobs.asked(trial)
-        given = trial.user_attrs.get("given")
+        plans, setting, given = self.plans(), self.knobs.asked(trial), trial.user_attrs.get("given")
         chosen = self.solved if given == "solved" else self.knobs.solved(setting)
-        if chosen is None:
-            raise TrialPruned
-        plan = next((plan for plan in plans if plan.chosen == chosen), None)
+        known = next((plan for plan in plans if plan.chosen == chosen), None)
+        plan = known if chosen is None or known else self._measured(chosen, plans)
         if plan is None:
-            best = self.best(plans) if plans else None
-            plan = self.goal.measured(chosen, self.policy_of(chosen), self.meter, best)
-            self.longest = time.monotonic() - began
+            raise TrialPruned
         for name, values in plan.to_dict().items():
             trial.set_user_attr(name, values)
         if given:
@@ -217,6 +213,15 @@ class Worker:
             return self.goal.value(plan)
         trial.report(self.goal.value(plan), step=len(plan.errors))
         raise TrialPruned
+
+    def _measured(self, chosen: Chosen, plans: Sequence[Measured]) -> Measured | None:
+        """Measure a plan that none of `plans` is; None where its traced step takes more than the limit."""
+        began, policy = time.monotonic(), self.policy_of(chosen)
+        if chosen != self.solved and not self.goal.fits(policy, self.meter):
+            return None
+        plan = self.goal.measured(chosen, policy, self.meter, self.best(plans) if plans else None)
+        self.longest = time.monotonic() - began
+        return plan
 
     def _correct(self, params: dict[str, Any], plan: Measured) -> None:
         """Let a next trial move the limits that a given plan exceeds."""

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.profiler.fake_steps import PolicyTracer
 from tests.builders import gpt2, llama, own_loss, words, workload
 from tests.profiler.models import pixels, resnet
 from tests.step_memory import measured, swept, without_parts
@@ -19,6 +20,7 @@ PARTS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "all": lambda names: names,
     "first half": lambda names: names[: len(names) // 2],
     "every other": lambda names: names[::2],
+    "last": lambda names: names[-1:],
 }
 INSIDE = {
     "exact": mt.Policy.parse(""),
@@ -30,6 +32,8 @@ INSIDE = {
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]], tuple[str, ...]]] = {
     "GPT-2": (lambda: gpt2(use_cache=False), words, ("transformer.h.0", "transformer.h.1")),
     "Llama": (lambda: llama(layers=1, use_cache=False), words, ("model.layers.0",)),
+    # Each block but one that runs again leaves keys and values in a cache, until the forward ends.
+    "Llama with a cache": (lambda: llama(layers=3), words, tuple(f"model.layers.{n}" for n in range(3))),
     "ResNet": (
         lambda: resnet(2, 2),
         lambda n: pixels(n, 96),
@@ -67,6 +71,7 @@ def test_the_modules_that_could_run_again_are_the_blocks(name: str) -> None:
             ("GPT-2", "derived", "all"),
             ("Llama", "4 bits", "all"),
             ("Llama", "derived", "all"),
+            ("Llama with a cache", "4 bits", "every other"),
             ("ResNet", "exact", "every other"),
             ("ResNet", "4 bits", "every other"),
             ("ResNet", "derived", "first half"),
@@ -82,6 +87,24 @@ def test_bytes_are_predicted(name: str, inside: str, part: str) -> None:
     assert abs(predicted.saved_bytes - found.saved_bytes) <= 64
     # The measurement also holds the loss.
     assert -0.003 * found.peak_bytes <= predicted.peak_bytes - found.peak_bytes <= 0.01 * found.peak_bytes
+
+
+@pytest.mark.parametrize("part", ["last", "first half", "every other"])
+def test_a_module_has_what_the_ones_before_it_leave(part: str) -> None:
+    name = "Llama with a cache"
+    policy = rerunning(INSIDE["4 bits"], PARTS[part](MODELS[name][2]), 16)
+    profile = profile_of(name)
+    step = PolicyTracer(workload_of(name), profile.batch_size, profile.peak_bytes).trace(policy)
+    assert step is not None
+    traced: dict[str | None, int] = {}
+    for slot in step.trace.slots:
+        if slot.phase == "forward":
+            traced[slot.layer] = max(traced.get(slot.layer, 0), step.static + slot.high)
+    sized = profile.timeline.at()
+    live = sized.under(profile.assignment(policy)).live
+    for known, alive in zip(sized.slots, live.tolist(), strict=True):
+        if known.phase == "forward" and known.layer is not None and known.layer.startswith("model.layers"):
+            assert alive == pytest.approx(traced[known.layer], rel=0.002), known.layer
 
 
 @pytest.mark.parametrize("name", swept(MODELS, SWEPT))

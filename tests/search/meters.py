@@ -54,6 +54,9 @@ class Weighted:
         varied = times * drift * (1 + self.chance * chance.standard_normal((rounds, len(policies))))
         return varied.tolist()  # type: ignore[no-any-return]
 
+    def peak(self, policy: Policy) -> int | None:
+        return None
+
     def error(self, policy: Policy) -> float:
         """Return the sum of the layers' errors, each times its tag's weight."""
         assignment = self.profile.assignment(policy)

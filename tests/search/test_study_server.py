@@ -130,7 +130,7 @@ def test_strangers_are_refused_in_one_line(
 
     def refused(words: str, study: str = "mesa-tune", to: str = url, of: object = PROFILE) -> None:
         with pytest.raises(RunError, match=words) as caught:
-            join_search(of, study, Work(to, None, None), lambda: Weighted(PROFILE))  # type: ignore[arg-type]
+            join_search(of, study, Work(to, None, None), lambda _: Weighted(PROFILE))  # type: ignore[arg-type]
         assert len(str(caught.value).splitlines()) <= 3
         assert not any(secret in str(caught.value) for secret in _SECRETS)
 

@@ -32,7 +32,7 @@ def plan(trials: int, storage: str | Path | None, measure: Weighted | None = Non
 
 def join(storage: str, measure: Weighted, trials: int | None = None, study: str = "mesa-tune") -> Joined:
     """Work on a study in this process."""
-    return join_search(PROFILE, study, Work(storage, trials, None), lambda: measure)
+    return join_search(PROFILE, study, Work(storage, trials, None), lambda _: measure)
 
 
 def child(function: Callable[..., object], *arguments: Any) -> BaseProcess:

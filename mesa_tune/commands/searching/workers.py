@@ -126,17 +126,19 @@ def join(
     import torch
 
     from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.timing.step_meter import measuring
+    from mesa_tune.profiler.timing.step_meter import StepMeter, measuring
     from mesa_tune.search.study.study import Work, join_search
 
     torch.set_num_threads(job.threads)
     profile = Profile.load(job.profile)
     workload = load_workload(Run(job.folder), profile, "--join measures gradients, so it needs the model")
-    own = profile.own_noise
-    assert own is not None  # a study has started from this profile
     work = Work(job.storage, job.trials, job.timeout, progress, sharing)
     with ExitStack() as stack:
-        return join_search(profile, study, work, lambda: stack.enter_context(measuring(workload, own)))
+
+        def measure(batch_size: int) -> StepMeter:
+            return stack.enter_context(measuring(workload, profile, batch_size))
+
+        return join_search(profile, study, work, measure)
 
 
 def _end_with_the_command() -> None:

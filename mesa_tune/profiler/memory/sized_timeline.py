@@ -196,7 +196,22 @@ class StepBytes:
     @cached_property
     def work(self) -> Bytes:
         """The bytes alive in each slot without static ones and spans; shape [slots]."""
-        return self._mixed(self.sized.once.live, self.sized.again and self.sized.again.live)
+        work = self._mixed(self.sized.once.live, self.sized.again and self.sized.again.live)
+        return work + self._left if self.inside.any() else work
+
+    @cached_property
+    def _left(self) -> Bytes:
+        """What modules leave for the first runs of later ones, beside the step of none or all; [slots].
+
+        A module that does not run again leaves it for one that does, and the other way round.
+        """
+        sized = self.sized
+        more, by_others, by_reruns = np.zeros(len(sized.modules) + 1, dtype=np.int64), 0, 0
+        for module, left in sized.left:
+            runs_again = sized.modules[module] in self.reruns
+            more[module] = by_others if runs_again else -by_reruns
+            by_others, by_reruns = by_others + left * (not runs_again), by_reruns + left * runs_again
+        return more[sized.first_run]
 
     def _mixed(self, once: Bytes, again: Bytes | None) -> Bytes:
         """Return for each slot the bytes of its cases; `once`, `again`: those of each; [slots, cases]."""

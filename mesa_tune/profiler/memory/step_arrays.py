@@ -130,6 +130,30 @@ class StepArrays:
         return _array(len(position) if slot.layer is None else position[slot.layer] for slot in self.slots)
 
     @cached_property
+    def first_run(self) -> Bytes:
+        """The position in `modules` of the one whose first run each slot is in; as `blocks` where none is."""
+        forward = [slot.phase == "forward" for slot in self.slots]
+        around = np.append(self.blocks, len(self.modules))[self.slot_layers]
+        return np.where(forward, around, len(self.modules))
+
+    @cached_property
+    def left(self) -> list[tuple[int, int]]:
+        """Modules in the order of their first runs, each with the bytes that it leaves for the next ones.
+
+        It does without these where it runs again: a cache of keys and values, results that nobody saves.
+        """
+        if self.again is None:
+            return []
+        more = self.once.live[:, 0] - self.again.live[:, 0]
+        runs = [(np.flatnonzero(self.first_run == module), module) for module in range(len(self.modules))]
+        begins = sorted((int(slots[0]), module) for slots, module in runs if len(slots))
+        ends = [begin for begin, _ in begins[1:]]
+        return [
+            (module, max(0, int(more[end] - more[begin])))
+            for (begin, module), end in zip(begins, ends, strict=False)
+        ] + [(module, 0) for _, module in begins[-1:]]
+
+    @cached_property
     def sizes(self) -> Bytes:
         """The size of each span."""
         return _array(span.size for span in self.spans)

@@ -1,4 +1,4 @@
-"""Measure what a study of policies needs: joint gradient errors, and times of whole steps taken in turn."""
+"""Measure what a study of policies needs: joint gradient errors, times of steps taken in turn, and peaks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mesa_tune.files import locked
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import GradientError, JointError, Pair
 from mesa_tune.profiler.errors.noise import OwnNoise
+from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.step_time import StepTimer
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
@@ -24,11 +26,20 @@ _LOCK = Path(tempfile.gettempdir()) / f"mesa-tune-step-times-{_USER}.lock"
 
 
 class StepMeter:
-    """Measures a workload's gradient errors, beside `own` noise, and step times, on one model."""
+    """Measures gradient errors, beside `own` noise, and step times of a workload, on one model.
 
-    def __init__(self, workload: Workload, own: OwnNoise) -> None:
+    `tracer`: traces peaks, at the batch size that is planned for.
+    """
+
+    def __init__(self, workload: Workload, own: OwnNoise, tracer: PolicyTracer) -> None:
         self.workload = workload
         self.joint = JointError(workload, own=own)
+        self.tracer = tracer
+
+    def peak(self, policy: Policy) -> int | None:
+        """Return the traced peak with workspaces, in bytes; None where it cannot be traced."""
+        step = self.tracer.trace(policy)
+        return None if step is None else step.reserved
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         """Return the gradient error of `policy` at each pair of a batch's draw and a rounding seed."""
@@ -48,9 +59,15 @@ class StepMeter:
 
 
 @contextmanager
-def measuring(workload: Workload, own: OwnNoise) -> Iterator[StepMeter]:
-    """Measure a model after its first steps (`JointError.take_first_steps`), and restore it afterwards."""
-    meter = StepMeter(workload, own)
+def measuring(workload: Workload, profile: Profile, batch_size: int) -> Iterator[StepMeter]:
+    """Measure a model after its first steps (`JointError.take_first_steps`), and restore it afterwards.
+
+    Errors and times are those at the profiled batch size; peaks are traced at `batch_size`.
+    """
+    assert profile.own_noise is not None
+    tracer = PolicyTracer(workload, batch_size, profile.timeline.at(batch_size).peak_bytes({}))
+    # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
+    meter = StepMeter(workload.with_batch_size(profile.batch_size), profile.own_noise, tracer)
     with preserved(meter.joint.model):
         meter.joint.take_first_steps()
         yield meter

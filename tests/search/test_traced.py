@@ -1,0 +1,106 @@
+"""Plans whose own step is traced: what is promised is what it takes, also where the profile says too little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mesa_tune as mt
+from mesa_tune.errors import BudgetError
+from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.profiler.memory.memory_model import Slot, Timeline
+from mesa_tune.search import search_policy
+from mesa_tune.search.again import traced
+from tests.builders import language_workload, own_loss, words, workload
+
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> mt.Profile:
+    return mt.profile(language_workload(), options=OPTIONS, seeds=1)
+
+
+def understated(profile: mt.Profile, share: float) -> mt.Profile:
+    """A profile that leaves out a share of the plain peak where layers compress; of exact ones it is right."""
+    missing = int(share * profile.peak_bytes)
+
+    def less(slot: Slot) -> Slot:
+        exact, *others = slot.once.live
+        live = (exact, *((large - missing, small) for large, small in others))
+        return slot if slot.layer is None else replace(slot, once=replace(slot.once, live=live))
+
+    timeline: Timeline = replace(profile.timeline, slots=tuple(map(less, profile.timeline.slots)))
+    return replace(profile, timeline=timeline)
+
+
+def test_the_promise_is_the_traced_step(profile: mt.Profile) -> None:
+    work = language_workload()
+    plan = search_policy(profile, "85%", trials=0, workload=work)
+    real = mt.estimate(work, plan.policy)
+    predicted = plan.predicted
+    assert (predicted.peak_bytes, predicted.saved_bytes) == (real.peak_bytes, real.saved_bytes)
+    assert predicted.reserved_bytes == real.reserved_bytes <= (plan.budget_bytes or 0)
+    assert predicted.peak is not None
+    assert sum(predicted.peak.bytes.values()) == predicted.peak_bytes
+
+
+def test_a_plan_that_does_not_fit_is_solved_again(profile: mt.Profile) -> None:
+    wrong, work = understated(profile, 0.1), language_workload()
+    solved = search_policy(wrong, "78%", trials=0)
+    assert mt.estimate(work, solved.policy).reserved_bytes > (solved.budget_bytes or 0)
+    plan = search_policy(wrong, "78%", trials=0, workload=work)
+    real = mt.estimate(work, plan.policy)
+    assert plan.predicted.peak_bytes == real.peak_bytes
+    assert real.reserved_bytes <= (plan.budget_bytes or 0)
+    assert sum((plan.predicted.peak or real).bytes.values()) == real.peak_bytes
+
+
+def test_a_budget_that_no_traced_step_fits_is_refused(profile: mt.Profile) -> None:
+    wrong = understated(profile, 0.3)
+    least = search_policy(wrong, objective="memory", max_noise_ratio=np.inf, max_slowdown=9.0, trials=0)
+    with pytest.raises(BudgetError, match="no plan was found whose traced step fits\nthe smallest one found"):
+        search_policy(
+            wrong,
+            int(1.01 * (least.predicted.reserved_bytes or 0)),
+            max_noise_ratio=np.inf,
+            trials=0,
+            workload=language_workload(),
+        )
+
+
+def test_differences_go_to_the_choice_of_the_layer_there(profile: mt.Profile) -> None:
+    from mesa_tune.search.space import make_space, policy_at
+
+    wrong = understated(profile, 0.1)
+    space = make_space(wrong, wrong.batch_size, {})
+    chosen = tuple(0 for _ in space.units) + tuple(-1 for _ in space.modules)
+    tracer = PolicyTracer(language_workload(), wrong.batch_size, profile.peak_bytes)
+    step = tracer.trace(policy_at(wrong, space, chosen))
+    assert step is not None
+    known = traced.corrected(space, chosen, step, wrong)
+    assert int(space.live(chosen).max()) < step.reserved
+    assert int(known.live(chosen).max()) == pytest.approx(step.reserved, rel=1e-3)
+    # Other choices of these layers are as they were.
+    other = tuple(min(1, len(unit.choices) - 1) for unit in space.units) + chosen[len(space.units) :]
+    assert all(
+        after.choices[n] is before.choices[n]
+        for before, after, n in zip(space.units, known.units, other, strict=False)
+        if n
+    )
+
+
+def test_where_fake_steps_are_no_real_ones_bytes_are_inferred(profile: mt.Profile) -> None:
+    def loss(model, batch):  # type: ignore[no-untyped-def]
+        value = own_loss(model, batch)
+        return value if value.item() > 0 else value * 2
+
+    sample = language_workload()
+    work = workload(sample.model, words, loss, batch_size=sample.batch_size)
+    assert PolicyTracer(work, profile.batch_size, profile.peak_bytes).trace(mt.Policy(())) is None
+    plan = search_policy(profile, "85%", trials=0, workload=work)
+    assert plan.to_dict() == search_policy(profile, "85%", trials=0).to_dict()
+    # An LSTM's fake step is another one than the real.
+    assert PolicyTracer(sample, 8, 10 * profile.peak_bytes).trace(mt.Policy(())) is None
