@@ -14,6 +14,7 @@ import torch
 from mesa_tune import cli
 from mesa_tune.profiler.timing import step_time
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
+from tests.step_memory import without_variants
 
 SLOW = {
     "training": "trains for many steps, or profiles, searches and verifies",
@@ -48,6 +49,7 @@ def pytest_runtest_setup() -> None:
 
 def spare_garbage_collector() -> None:
     """Spare the garbage collector, which many measurements run, all that exists: modules first of all."""
+    gc.set_threshold(50_000, 20, 20)  # measurements collect by themselves: seldom is enough in between
     gc.collect()
     gc.freeze()
     SPARED["modules"] = len(sys.modules)
@@ -98,6 +100,13 @@ def forget_accelerators() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(scope="module", name="without_variants")
+def _without_variants() -> Iterator[None]:
+    """The profiles of a file trace the step as it is; see `without_variants`."""
+    with without_variants():
+        yield
 
 
 @pytest.fixture

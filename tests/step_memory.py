@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -79,6 +79,20 @@ def measured(work: mt.Workload, policy: mt.Policy, batch_size: int | None = None
 def without_parts() -> AbstractContextManager[Any]:
     """Let profiles trace no parts of blocks in slices, which most tests do not look at."""
     return mock.patch.object(StepTracer, "parts", return_value={})
+
+
+@contextmanager
+def without_variants() -> Iterator[None]:
+    """Let profiles trace the step as it is: nothing runs again, and nothing has slices.
+
+    That is half of their time, and of no use to tests that look at neither.
+    """
+    with (
+        without_parts(),
+        mock.patch.object(StepTracer, "rerun_modules", return_value=()),
+        mock.patch.object(StepTracer, "tiled_losses", return_value=()),
+    ):
+        yield
 
 
 def second_step(work: mt.Workload, policy: mt.Policy) -> StepMemory:

@@ -25,6 +25,8 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import measure_step
 from tests.builders import known, policy_of, workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 PARAMETERS = {"gelu": ("none",), "softplus": (1.0, 20.0), "elu": (1.0,), "celu": (1.0,)}
 
 

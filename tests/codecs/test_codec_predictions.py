@@ -12,6 +12,8 @@ from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from tests.builders import ViT, workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 OPTIONS = {
     "4 bits": LayerSettings(level=16),
     "running": LayerSettings(level=16, ema_decay=0.9),

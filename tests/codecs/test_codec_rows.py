@@ -20,6 +20,8 @@ from mesa_tune.ops.reference.sampling import UNIT, probabilities, weights_of
 from mesa_tune.policy.settings import LayerSettings
 from tests.builders import Calling, spec, workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 KEYS = 400
 UNBIASED = 4
 """Largest squared error of a mean over its variance: all of it comes from one random number per key."""

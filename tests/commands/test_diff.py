@@ -12,6 +12,8 @@ from torch import nn
 import mesa_tune as mt
 from mesa_tune import cli
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 
 def profile(width: int, batch_size: int = 64, extra: bool = False) -> mt.Profile:
     def model() -> nn.Module:

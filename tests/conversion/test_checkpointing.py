@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from tests.builders import Block, encodings, known, llama, own_loss, t5_config, words, workload
 from tests.compat_measures import error
-from tests.step_memory import swept
+from tests.step_memory import swept, without_variants
 
 WIDTH, LENGTH, SAMPLES = 64, 32, 4
 Part = Callable[[Tensor], Tensor]
@@ -242,7 +243,8 @@ MIXED = Policy.parse("# mesa-tune policy 1\non fc layernorm attention:\n    by_i
 @cache
 def profiled(kind: str) -> mt.Profile:
     options = [LayerSettings(level=level) for level in (16, 256)] if kind in (*PRICED, "none") else []
-    return mt.profile(classifying(kind), options=options, seeds=2)
+    with nullcontext() if kind == "non-reentrant" else without_variants():
+        return mt.profile(classifying(kind), options=options, seeds=2)
 
 
 def measured(kind: str, policy: Policy) -> StepMemory:

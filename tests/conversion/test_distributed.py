@@ -18,6 +18,8 @@ from tests.builders import conversion, images, workload
 from tests.conformance.running import relative_error
 from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 ROOT = Path(__file__).parents[2]
 Results = list[dict[str, Any]]
 

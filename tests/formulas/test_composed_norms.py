@@ -18,6 +18,8 @@ from tests.builders import mean_error, workload
 from tests.conformance.running import relative_error, step
 from tests.functional_cases import EIGHT, Bare
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 
 class DividedNorm(nn.Module):
     """A layer norm as the first transformers wrote it."""

@@ -20,6 +20,8 @@ from tests.builders import mean, workload
 from tests.conformance.running import saved_bytes
 from tests.functional_cases import EIGHT, RAW, gradients, served
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 
 class Model(nn.Module):
     """`function` of an activation and of what further parameters it takes."""

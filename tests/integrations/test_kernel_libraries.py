@@ -10,6 +10,8 @@ import mesa_tune as mt
 from tests.builders import workload
 from tests.integrations.kernel_libraries import HEADS, VOCABULARY, WIDTH, Transformer
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 BATCH, LENGTH = 8, 32
 TOKENS = BATCH * LENGTH
 ROWS = 4 * TOKENS * WIDTH

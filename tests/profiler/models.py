@@ -16,7 +16,7 @@ import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
 from tests import builders
 from tests.engine.test_deriving import Gated
-from tests.step_memory import Composed, without_parts
+from tests.step_memory import Composed, without_variants
 
 BATCH, SEEDS, WIDTH, TOKENS = 8, 8, 64, 20
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
@@ -167,8 +167,15 @@ def workload_of(name: str) -> mt.Workload:
 
 
 @cache
+def language_profile() -> mt.Profile:
+    """The profile of a model whose logits are large: the loss can have slices, and blocks can run again."""
+    options = [mt.LayerSettings(level=level) for level in (4, 16)]
+    return mt.profile(builders.language_workload(), options=options, seeds=2)
+
+
+@cache
 def profile_of(name: str) -> mt.Profile:
     """The profile that all tests of this model look at."""
     options = fast_grid() if name in MODELS else [mt.LayerSettings(level=n) for n in (4, 16, 256)]
-    with without_parts():
+    with without_variants():
         return mt.profile(workload_of(name), options=options, seeds=SEEDS if name in MODELS else 4)

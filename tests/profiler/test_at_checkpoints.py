@@ -18,6 +18,8 @@ from tests.builders import mean_error, workload
 from tests.profiler.by_hand import OwnByHand, gradients_of
 from tests.profiler.models import three_classes
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 POLICY = mt.Policy.uniform(level=16)
 
 

@@ -15,6 +15,8 @@ import mesa_tune as mt
 from mesa_tune.profiler.draws import DRAWS, longest_batch
 from tests.builders import workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 
 def tagger() -> nn.Module:
     return nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))

@@ -14,6 +14,8 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.errors.expected_rows import expected_square
 from tests.builders import known, workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 ROWS, WIDTH = 64, 64
 
 

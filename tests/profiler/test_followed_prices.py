@@ -16,6 +16,8 @@ from mesa_tune.profiler.errors.recorded import Draw
 from tests.builders import mean_error, workload
 from tests.step_memory import squares
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 FOUR, COARSE = mt.LayerSettings(level=16), mt.LayerSettings(level=16, group_size=1024)
 THREE, TWO, ONE = (mt.LayerSettings(level=level) for level in (8, 4, 2))
 EIGHT = mt.LayerSettings(level=256, group_size=64)

@@ -22,6 +22,8 @@ from tests.profiler.by_hand import OwnByHand, gradients_of
 from tests.profiler.models import three_classes
 from tests.step_memory import regression, squares
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
 

@@ -23,6 +23,8 @@ from tests.profiler import models
 from tests.profiler.models import BATCH, MODELS, SEEDS, WIDTH, profile_of, workload_of
 from tests.step_memory import measured
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 INPUT_BYTES = BATCH * models.TOKENS * WIDTH * 4
 
 

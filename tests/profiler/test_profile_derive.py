@@ -23,6 +23,8 @@ from tests.profiler.by_hand import OwnByHand, flat
 from tests.profiler.models import BATCH, CHAINS, DIGITS, WIDTH, profile_of, text_batch, workload_of
 from tests.step_memory import measured
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 # Groups as wide as the rows, with which norms composed by hand store what they keep.
 DERIVE = mt.Policy.uniform(level=16, group_size=64, store="derive")
 FOUR, EXACT = mt.LayerSettings(level=16), mt.LayerSettings(enable=False)
@@ -135,12 +137,12 @@ def own_of(name: str) -> OwnByHand:
 
 def joint_ratio(name: str, policy: mt.Policy) -> float:
     """The mean noise ratio over batches, with two rounding seeds each."""
-    pairs = [joint(name).gradients(policy, number // 2, number) for number in range(16)]
+    pairs = [joint(name).gradients(policy, number // 2, number) for number in range(8)]
     return own_of(name).mean_ratio(torch.stack([flat(changed) - flat(exact) for exact, changed in pairs]))
 
 
 @pytest.mark.parametrize(
-    ("name", "level"), [(name, 16) for name in CHAINS] + [("llama", 4), ("silu", 4), ("transformer", 256)]
+    ("name", "level"), [(name, 16) for name in CHAINS] + [("llama", 4), ("transformer", 256)]
 )
 def test_the_error_of_all_that_derives_is_that_of_whole_backwards(name: str, level: int) -> None:
     policy = mt.Policy.uniform(level=level, store="derive")

@@ -17,6 +17,8 @@ from mesa_tune.profiler.profile import Profile
 from tests.builders import mean, workload
 from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured, second_step, squares
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 WIDTH, CLASSES = 64, 96
 
 

@@ -17,6 +17,8 @@ from mesa_tune.profiler.memory.trace import trace_step
 from tests.builders import known, mean, workload
 from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured, second_step
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 WIDTH = 64
 
 

@@ -18,6 +18,8 @@ from tests.builders import workload
 from tests.step_memory import squares
 from tests.synthetic import GRID, synthetic_profile
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 FOUR = LayerSettings(level=16, group_size=256)
 QUARTER, FIFTH, TENTH = (LayerSettings(level=4, rows=share) for share in (0.25, 0.2, 0.1))
 

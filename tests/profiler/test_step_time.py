@@ -39,6 +39,8 @@ from mesa_tune.workload.preserve import preserved
 from tests.builders import ViT, known, mean, workload
 from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
 FOUR = LayerSettings(level=16, group_size=256)
 HALVES = (Kind.HALF, Kind.OTHER_HALF)

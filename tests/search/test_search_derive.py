@@ -24,6 +24,8 @@ from tests.profiler.models import DIGITS, workload_of
 from tests.search.random_spaces import consistent
 from tests.synthetic import COARSE, DERIVING, NORM, deriving, synthetic_profile
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 BOUND = Restrictions(frozenset({"derive"}))
 FOUR = LayerSettings(level=16)
 DERIVE = replace(FOUR, store="derive")

@@ -16,6 +16,8 @@ from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.workload.step import LossStepper, TrainingStep
 from tests.builders import known, mean_error, workload
 
+pytestmark = pytest.mark.usefixtures("without_variants")
+
 STEPS: dict[str, dict[str, Any]] = {
     "simple": {},
     "accumulated": {"accumulation": 4},
