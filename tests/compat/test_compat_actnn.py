@@ -20,6 +20,7 @@ from mesa_tune import notice
 from mesa_tune.compat import actnn
 from tests.builders import known
 from tests.compat_measures import error, gradient, saved_bytes
+from tests.profiler import models
 
 Batch = tuple[Tensor, Tensor]
 
@@ -27,15 +28,13 @@ Batch = tuple[Tensor, Tensor]
 def resnet(*depths: int) -> Any:
     """A ResNet of bottleneck blocks for 10 classes, always the same."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [32, 64], "num_labels": 10}
-    config = ResNetConfig(depths=list(depths), **sizes)
-    return ResNetForImageClassification(config).train()
+    return models.resnet(*depths).train()
 
 
 @pytest.fixture
 def batch() -> Batch:
     torch.manual_seed(1)
-    return torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
+    return torch.randn(8, 3, 48, 48), torch.randint(0, 10, (8,))
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -68,7 +67,7 @@ def test_training_script(batch: Batch) -> None:
     model = actnn.QModule(resnet(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     first = loss_of(model, batch)
-    for _ in range(4):
+    for _ in range(2):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -84,8 +83,8 @@ def test_a_resnet_of_50_layers_at_l3_keeps_a_tenth() -> None:
     before = saved_bytes(plain, lambda: loss_of(plain, batch))
     actnn.set_optimization_level("L3")
     model = actnn.QModule(plain)
-    after = [saved_bytes(model, lambda: loss_of(model, batch)) for _ in range(3)]
-    assert model.steps == 3
+    after = [saved_bytes(model, lambda: loss_of(model, batch)) for _ in range(2)]
+    assert model.steps == 2
     assert max(after) * 10 <= before
 
 
@@ -147,12 +146,12 @@ def assert_norms_follow(model: nn.Module) -> None:
 
 
 def test_allotting_lowers_the_error(batch: Batch) -> None:
-    plain = resnet(2, 2)
+    plain = resnet(2, 1)
     exact = gradient(plain, lambda: loss_of(plain, batch))
     errors = {}
     for perlayer in (False, True):
         actnn.config.perlayer = perlayer
-        model = actnn.QModule(resnet(2, 2))
+        model = actnn.QModule(resnet(2, 1))
         gradient(model, lambda model=model: loss_of(model, batch))  # type: ignore[misc]
         draws = [gradient(model, lambda model=model: loss_of(model, batch)) for _ in range(3)]  # type: ignore[misc]
         errors[perlayer] = sum(error(draw, exact) for draw in draws)
@@ -248,7 +247,7 @@ def test_variance_formula() -> None:
     layer, x, grad = actnn.QLinear(256, 16, bias=False), torch.randn(64, 256), torch.randn(64, 16)
     scheme = layer.scheme
     assert isinstance(scheme, actnn.QScheme)
-    draws = [torch.autograd.grad(layer(x), layer.weight, grad)[0] for _ in range(200)]
+    draws = [torch.autograd.grad(layer(x), layer.weight, grad)[0] for _ in range(50)]
     ends, squares = x.amax(1) - x.amin(1), grad.square().sum(1)
     expected = (256 / 6 * (ends / 15).square() * squares).sum().item()
     assert torch.stack(draws).var(0).sum().item() == pytest.approx(expected, rel=0.1)
