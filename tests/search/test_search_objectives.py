@@ -17,6 +17,7 @@ from mesa_tune.free_memory import needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, objectives, search_policy
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
@@ -54,17 +55,26 @@ def same_result(plan: Plan) -> float:
     return known(plan.predicted.step_ms) * (1 + 8 * known(plan.predicted.gradient_noise_ratio))
 
 
-@pytest.mark.parametrize("ratio", [1e-4, 1e-3, 1e-2, 0.1])
-def test_the_ratio_holds_with_interaction_and_is_the_fastest_of_all(small: Profile, ratio: float) -> None:
-    space = make_space(small)
-    products = []
-    limit = int(0.6 * small.peak_bytes)
+@pytest.fixture(scope="module", name="all_plans")
+def _all_plans(small: Profile) -> list[Prediction]:
+    """What is predicted of every assignment."""
+    space, plans = make_space(small), []
     for chosen in product(*(range(len(unit.choices)) for unit in space.units)):
-        predicted = small.predict_assignment(space.assignment(chosen))
-        noise = known(predicted.gradient_noise_ratio)
-        assert noise == pytest.approx(space.noise(chosen), rel=1e-9)
-        if predicted.peak_bytes <= limit and noise <= ratio:
-            products.append(known(predicted.step_ms) * (1 + 8 * noise))
+        plans.append(small.predict_assignment(space.assignment(chosen)))
+        assert plans[-1].gradient_noise_ratio == pytest.approx(space.noise(chosen), rel=1e-9)
+    return plans
+
+
+@pytest.mark.parametrize("ratio", [1e-4, 1e-3, 1e-2, 0.1])
+def test_the_ratio_holds_with_interaction_and_is_the_fastest_of_all(
+    small: Profile, all_plans: list[Prediction], ratio: float
+) -> None:
+    limit = int(0.6 * small.peak_bytes)
+    products = [
+        known(plan.step_ms) * (1 + 8 * known(plan.gradient_noise_ratio))
+        for plan in all_plans
+        if plan.peak_bytes <= limit and known(plan.gradient_noise_ratio) <= ratio
+    ]
     if not products:
         assert search_policy(small, limit, max_noise_ratio=ratio).objective == "error"
         return
@@ -234,8 +244,7 @@ def test_pins_that_cannot_be_read(text: str, words: str) -> None:
         read_pin(text)
 
 
-@pytest.mark.parametrize("share", ["100%", "50%"])
-@pytest.mark.parametrize("objective", ["time", "error"])
+@pytest.mark.parametrize(("share", "objective"), [("100%", "time"), ("50%", "error")])
 def test_the_largest_batch_fits_and_no_larger_one_does(profile: Profile, share: str, objective: str) -> None:
     given: dict[str, Any] = {"objective": objective, "max_noise_ratio": 0.01}
     plan = search_policy(profile, share, max_batch=True, **given)
@@ -248,7 +257,7 @@ def test_the_largest_batch_fits_and_no_larger_one_does(profile: Profile, share: 
 
 
 def test_the_largest_batch_leaves_room_in_memory_and_keeps_the_slowdown(profile: Profile) -> None:
-    budget, shared = 50 * profile.peak_bytes, "5000%"
+    budget, shared = 8 * profile.peak_bytes, "800%"
     plan = search_policy(profile, budget, max_batch=True)
     without = search_policy(profile, shared, max_batch=True)
     needed = needed_bytes(plan.predicted.peak_bytes, 0, profile.timeline.libraries, cuda=False)
@@ -270,7 +279,7 @@ def test_a_largest_batch_that_is_none_is_refused(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("objective", ["time", "error", "memory"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_plan_is_predicted_to_be_slower_than_asked(seed: int, objective: str) -> None:
     """What the first layers that compress add beyond their prices (`overlap_ms`) included."""
     chance = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""300 random problems: links, clusters, modules inside modules, interacting noise; against every plan."""
+"""180 random problems: links, clusters, modules inside modules, interacting noise; against every plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesa_tune.search.solver import Program
 from tests.builders import known
 from tests.search.random_spaces import Plans, all_plans, random_space
 
-GROUPS, EACH = 20, 5
+GROUPS, EACH = 20, 3
 UNITS, OPTIONS = 8, 5
 
 

@@ -21,7 +21,7 @@ from tests.step_memory import without_parts
 BLOCKS = tuple(f"transformer.h.{number}" for number in range(2))
 
 
-WORKLOAD = workload(partial(gpt2, layers=2, use_cache=False, resid_pdrop=0.0), words, own_loss)
+WORKLOAD = workload(partial(gpt2, 32, use_cache=False, resid_pdrop=0.0), words, own_loss, batch_size=4)
 
 
 @pytest.fixture(scope="module", name="profile")
