@@ -14,6 +14,7 @@ import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import SLICES
 from tests.builders import known, language_workload, workload
+from tests.profiler.models import language_profile
 from tests.step_memory import second_step
 
 FOUR = mt.LayerSettings(level=16)
@@ -22,7 +23,7 @@ AGAIN = mt.LayerSettings(level=256, store="recompute")
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> Profile:
-    return mt.profile(language_workload(), options=[FOUR], seeds=1)
+    return language_profile()
 
 
 POLICIES: dict[str, Callable[[], mt.Policy]] = {

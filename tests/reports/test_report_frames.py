@@ -15,7 +15,7 @@ from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
 from mesa_tune.search.plan import Baseline, Plan, TrialEntry
-from tests.builders import language_workload
+from tests.profiler.models import language_profile
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = synthetic_profile(3, grid=COARSE)
@@ -126,7 +126,7 @@ def test_what_is_alive_sums_to_the_peak() -> None:
 
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> mt.Profile:
-    profile = mt.profile(language_workload(), options=[])
+    profile = language_profile()
     assert profile.tiled is not None
     slots = profile.tiled.timeline.slots
     longer = replace(profile.tiled.timeline, slots=(*slots, *slots[-1:] * 3))
