@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError, RunError, WorkloadError
 from mesa_tune.profiler.bytes_only import bytes_only_profile
-from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
 from tests.builders import (
@@ -34,6 +33,7 @@ from tests.builders import (
     words,
     workload,
 )
+from tests.step_memory import PLAIN, measured
 
 hf: Any = transformers
 SIZES: dict[str, Any] = {
@@ -78,18 +78,6 @@ def plain(device: str = "cpu") -> mt.Estimate:
     return mt.estimate(of_vit(), device=device)
 
 
-def real_step(work: mt.Workload, policy: mt.Policy | None) -> StepMemory:
-    model = work.build()
-    if policy is not None:
-        mt.convert(model, policy, seed=work.seed)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with mt.compress_saved(policy or mt.Policy.parse("")):
-            return work.compute_loss(model, batch)
-
-    return measure_step(model, work.make_batch(), loss, work.make_optimizer(model), work.training_step)
-
-
 SWEEP = pytest.mark.slow("sweep")
 STEPS = [
     ("gpt2", {}),
@@ -106,7 +94,7 @@ STEPS = [
 def test_estimates_are_the_bytes_of_real_steps(name: str, step: dict[str, Any]) -> None:
     work = of_config(name, **step)
     for policy in (None, UNIFORM):
-        estimated, real = mt.estimate(work, policy), real_step(work, policy)
+        estimated, real = mt.estimate(work, policy), measured(work, policy or PLAIN)
         assert estimated.saved_bytes == real.saved_bytes
         assert estimated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.003)
         assert estimated.frame()["bytes"].sum() == estimated.saved_bytes
@@ -233,7 +221,7 @@ def test_models_that_read_values_while_they_are_built_are_fine() -> None:
         return torch.randn(count, 512)[:, torch.randperm(512)]
 
     work = workload(model, batch, mean)
-    assert mt.estimate(work).saved_bytes == real_step(work, None).saved_bytes
+    assert mt.estimate(work).saved_bytes == measured(work, PLAIN).saved_bytes
 
 
 def test_a_model_with_tied_weights_may_change_its_dtype_while_it_is_built() -> None:
@@ -241,7 +229,7 @@ def test_a_model_with_tied_weights_may_change_its_dtype_while_it_is_built() -> N
         return gpt2(256, 1, vocab_size=512).bfloat16()  # the embedding has so many elements that it is fake
 
     work = workload(model, words, own_loss, batch_size=4)
-    estimated, real = mt.estimate(work, UNIFORM), real_step(work, UNIFORM)
+    estimated, real = mt.estimate(work, UNIFORM), measured(work, UNIFORM)
     assert (estimated.saved_bytes, estimated.peak_bytes) == (real.saved_bytes, real.peak_bytes)
 
 
@@ -352,7 +340,7 @@ def test_a_mask_for_packed_texts_is_made_where_a_real_step_makes_it(name: str, p
 
     work = replace(of_config(name), batch=batch, loss=loss)
     for policy in (None, UNIFORM):
-        estimated, real = mt.estimate(work, policy), real_step(work, policy)
+        estimated, real = mt.estimate(work, policy), measured(work, policy or PLAIN)
         assert estimated.saved_bytes == real.saved_bytes
         assert estimated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.003)
 

@@ -38,6 +38,7 @@ def trained(model: nn.Module, batch: Batch, tuner: mt.Retune | None, steps: int)
     return values
 
 
+@pytest.mark.usefixtures("two_settings")
 def test_the_model_gets_a_policy_at_the_first_step_and_every_so_many() -> None:
     model, batch = make()
     tuner = mt.Retune(model, cross_entropy, "60%", every=3)
@@ -49,6 +50,7 @@ def test_the_model_gets_a_policy_at_the_first_step_and_every_so_many() -> None:
     assert conversion(model).policy == tuner.policy
 
 
+@pytest.mark.usefixtures("two_settings")
 def test_no_trace() -> None:
     model, batch = make()
     model.drop.eval()
@@ -104,6 +106,7 @@ def test_loss_layers_stay_exact() -> None:
         tuner.step(batch)
 
 
+@pytest.mark.usefixtures("two_settings")
 def test_the_plan_of_rank_0_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
     theirs = mt.Policy.uniform(level=4)

@@ -65,7 +65,7 @@ def regressing(**options: Any) -> mt.Workload:
     return workload(Blocks, batch, loss, **{"batch_size": BATCH, **options})
 
 
-OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
 
 @pytest.fixture(scope="module", name="profile")

@@ -227,7 +227,7 @@ def test_a_converted_model_goes_on_as_if_it_had_not_been_profiled() -> None:
 
 
 def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> None:
-    path, work = tmp_path / "profile.json", workload_of("reused")
+    path, work = tmp_path / "profile.json", workload_of("class token")
     two = [mt.LayerSettings(level=level) for level in (4, 16)]
     seen: list[str] = []
 
