@@ -28,7 +28,7 @@ from mesa_tune.search.study.address import Address
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
 from mesa_tune.search.study.trial import Chosen, Goal, Meter
-from mesa_tune.search.study.worker import Outcome, Worker, has_plan
+from mesa_tune.search.study.worker import Outcome, Worker, end_of, has_plan
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
@@ -112,7 +112,7 @@ def improved(
     `identity`: equal for equal tasks. After Ctrl-C the same call continues the study. Raise RunError for a
     storage that cannot be used.
     """
-    address = Address.of(work.storage)
+    address, end = Address.of(work.storage), end_of(work.timeout)
     if work.sharing is not None:
         require_shared(address)
     attributes = {
@@ -132,9 +132,9 @@ def improved(
             study.set_user_attr(_TASK, task.to_dict())
         task = Task.from_dict(stored) if stored else task
         worker = _worker(study, task, profile, program, measure, task.seed)
-        worker.measure_solved(work.timeout)
+        worker.measure_solved(end)
         with work.sharing(name) if work.sharing else nullcontext():
-            worker.run(work.trials, work.timeout, work.progress)
+            worker.run(work.trials, end, work.progress)
         return worker.confirmed()
 
 
@@ -154,7 +154,7 @@ def join_search(profile: Profile, study: str, work: Work, measure: Callable[[int
         if trials is None and timeout is None:
             trials, timeout = joined.user_attrs.get("trials"), joined.user_attrs.get("timeout")
         with work.sharing(joined.study_name) if work.sharing else nullcontext():
-            worker.run(trials, timeout, work.progress)
+            worker.run(trials, end_of(timeout), work.progress)
         return Joined(joined.study_name, len(worker.plans()), worker.own)
 
 

@@ -57,6 +57,11 @@ class Outcome:
     ended: str = ""
 
 
+def end_of(timeout: float | None) -> float:
+    """Return the time (`time.monotonic`) after so many seconds."""
+    return math.inf if timeout is None else time.monotonic() + timeout
+
+
 class Worker:
     """Runs trials of `study` around the plan `solved`.
 
@@ -88,21 +93,18 @@ class Worker:
             # The first trials are given, and TPE starts right after them.
             study.sampler = TPESampler(n_startup_trials=1, multivariate=True, seed=mixed)
 
-    def measure_solved(self, timeout: float | None) -> None:
-        """Measure the exact solution, unless that is done or takes too long."""
-        if not self.plans() and (timeout is None or self.longest <= timeout):
+    def measure_solved(self, end: float) -> None:
+        """Measure the exact solution, unless that is done or takes longer than until `end`."""
+        if not self.plans() and time.monotonic() + self.longest <= end:
             if not any(trial.state.name == "WAITING" for trial in self.study.get_trials(deepcopy=False)):
                 self.study.enqueue_trial(self.knobs.neutral, user_attrs={"given": "solved"})
             self._optimize(1)
 
-    def run(
-        self, trials: int | None, timeout: float | None, progress: Callable[[str], None] | None = None
-    ) -> None:
-        """Run trials until so many measured a plan, or there is nothing to win, or the time is up.
+    def run(self, trials: int | None, end: float, progress: Callable[[str], None] | None = None) -> None:
+        """Run trials until so many measured a plan, or there is nothing to win, or until `end`.
 
         Raise as the storage and the measurements do.
         """
-        end = math.inf if timeout is None else time.monotonic() + timeout
 
         def is_over() -> bool:
             plans = self.plans()

@@ -1,4 +1,4 @@
-"""Plans whose own step is traced: what is promised is what it takes, also where the profile says too little."""
+"""Plans whose own step is traced: it takes what is promised, also where the profile says too little."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _profile() -> mt.Profile:
 
 
 def understated(profile: mt.Profile, share: float) -> mt.Profile:
-    """A profile that leaves out a share of the plain peak where layers compress; of exact ones it is right."""
+    """A profile that leaves out a share of the plain peak in the slots of layers that compress."""
     missing = int(share * profile.peak_bytes)
 
     def less(slot: Slot) -> Slot:
