@@ -18,7 +18,8 @@ HEAD = """\
 
 * **40 %**: the plan for 40 % of the plain peak, or for the least multiple of 5 % within reach. **smallest**:
   as of `mesa-tune search --smallest`, within a noise ratio of 0.03, or of 0.005, which is the default since
-  these were trained. **uniform 2 bits**: a control that learns worse. No plan was solved again in training.
+  these were trained. **uniform 2 bits**: a control that learns worse. No plan was solved again in training,
+  but **40 %, read again**: `mt.Monitor(remedy="plan")` read its ratio after 50, 100, 200, 400, ... steps.
 * **ratio**: the noise ratio, of each parameter beside its own noise ([concepts.md](concepts.md)): predicted
   before training; measured before the first step, and the largest at the tenths of the training with the
   first seed; by a meter that shares no code with the profile. **worst**: the largest of a parameter, or part
@@ -42,7 +43,7 @@ COLUMNS = (
     "difference to plain",
     "within ±1 %",
 )
-PLAIN = "plain"
+PLAIN, READ = "plain", "read again"
 
 
 Runs = dict[str, dict[int, Line]]  # trainings by policy and seed
@@ -99,7 +100,8 @@ def _row(plan: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> str
         return ""
     found = difference(plan, plain, runs)
     within = "yes" if found.low >= -MARGIN and found.high <= MARGIN else "no"
-    label = (plan["budget"] or "").replace("%", " %") or plan["policy"]
+    budget = (plan["budget"] or "").replace("%", " %")
+    label = f"{budget}, {plan['policy']}" if plan["policy"] == READ else budget or plan["policy"]
     shown = f"{100 * found.mean:+.2f} ({100 * found.low:+.2f} … {100 * found.high:+.2f})"
     cells = [
         plan["task"],

@@ -1,14 +1,15 @@
 """Does a plan that was solved before training keep its promise to the end? Several seeds, paired.
 
     python benchmarks/early_plans.py [--tasks digits,text,resnet,lora,llama,denoiser] [--seeds 10]
-        [--ratios 0.03,0.005]
+        [--ratios 0.03,0.005] [--read]
 
 Each task is profiled before its first step, as a user does. Plans of the search: for 40 % of the plain peak,
 or the least multiple of 5 % within reach, and the smallest (`--smallest`), within the default noise ratio and
 within each of `--ratios`. Control: uniform 2 bits. A seed determines initialization and batches, equally for
 all policies, so differences to plain are paired. With the first seed, `own_ratio.py`, which shares no code
 with the profile, measures the noise ratio at every tenth of the training: of the plan and of uniform 4 bits,
-with the same weights. `learning.py --docs` writes the page.
+with the same weights. `--read`: also trains under the plan for 40 % with `mt.Monitor(remedy="plan")`, which
+reads the ratio in the training and solves the plan again. `learning.py --docs` writes the page.
 Results are lines of `results/early_plans.jsonl`; the same command trains only what has no line of this code.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -35,6 +37,7 @@ import mesa_tune as mt
 
 ALL = {**TASKS, "resnet": RESNET, "lora": LORA, **NEW}
 POLICIES = (PLAIN, FASTEST, SMALLEST, TWO_BITS)
+READ = "read again"
 BATCHES, ERRORS = 24, 6
 FOUR_BITS = mt.Policy.uniform(level=16)
 
@@ -44,8 +47,10 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(ALL))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest plans")
+    parser.add_argument("--read", action="store_true", help="train with readings, too")
     arguments = parser.parse_args()
     labels = [*POLICIES, *(f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio)]
+    labels += [READ] * arguments.read
     for name in arguments.tasks.split(","):
         missing = [label for label in labels if found(name, label) is None]
         if missing:
@@ -78,7 +83,7 @@ def search(name: str, labels: list[str]) -> None:
     print(f"{name}: profiling", flush=True)
     profile = profile_of(name)
     for label in labels:
-        budget, policy = policy_of(profile, label)
+        budget, policy = policy_of(profile, FASTEST if label == READ else label)
         predicted = profile.predict(policy or mt.Policy.parse(""))
         line = {"task": name, "code": code(), "policy": label, "seed": None, "budget": budget}
         line |= {key: getattr(task, key) for key in ("title", "metric", "relative", "steps")}
@@ -102,7 +107,9 @@ def run(name: str, label: str, seed: int) -> None:
     assert line is not None
     policy = None if line["text"] is None else mt.Policy.parse(line["text"])
     growth: list[tuple[float, ...]] = []
-    if seed == 0 and policy is not None and label != TWO_BITS:
+    if label == READ:
+        model, drawn = train(task, policy, seed, monitored(name, line["budget"]))
+    elif seed == 0 and policy is not None and label != TWO_BITS:
         model, drawn = train(task, policy, seed, partial(read, growth, task, policy))
     else:
         model, drawn = train(task, policy, seed)
@@ -110,6 +117,24 @@ def run(name: str, label: str, seed: int) -> None:
     row = {"task": name, "code": code(), "policy": label, "seed": seed, "score": score, "drawn": drawn}
     append("early_plans", {**row, "growth": growth})
     print(f"{name}, {label}, seed {seed}: {task.metric} {score:.4f} {growth[-1:]}", flush=True)
+
+
+def monitored(name: str, budget: str) -> Callable[[int, nn.Module], None]:
+    """Return what reads the ratio of the plan for a budget, on batches of its own, and solves it again."""
+    profile, task, monitors = profile_of(name), ALL[name], list[mt.Monitor]()
+    folder = ROOT / "build" / "early_plans" / f"{name}-run"
+    plan = mt.search_policy(profile, budget, trials=0)
+    profile.save(folder / "profile.json")
+    plan.save(folder / "plan.json")
+
+    def watch(step: int, model: nn.Module) -> None:
+        if not step:
+            monitors.append(mt.Monitor(model, task.workload.loss, remedy="plan", run=folder))
+            return
+        with torch.random.fork_rng():
+            monitors[-1].step(task.workload.batch(task.workload.batch_size))
+
+    return watch
 
 
 def read(growth: list[tuple[float, ...]], task: Task, policy: mt.Policy, step: int, model: nn.Module) -> None:
