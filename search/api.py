@@ -137,7 +137,8 @@ class SolvedSearch:
     def traced(self, workload: Workload) -> SolvedSearch:
         """Return the search whose plan's own step was traced and fits: it is solved again until one does.
 
-        Where steps cannot be traced on fake tensors, the same search. Raise BudgetError if none was found.
+        Where steps cannot be traced on fake tensors, the same search: on a GPU, for a workload that is of no
+        file, for a loss that looks at values. Raise BudgetError if none was found.
         """
         request, limits, least = self.request, self.request.limits, math.inf
         profile, best, possible = request.profile, self.best, list(self.possible)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mesa_tune.errors import MesaTuneError
@@ -126,7 +126,7 @@ class FakeSteps:
 
 @dataclass
 class PolicyTracer:
-    """Traces the steps of a workload under any policy at one batch size, as on the CPU.
+    """Traces the steps of a workload from a file under any policy at one batch size, as on the CPU.
 
     `plain_peak`: what a plain step takes. Fake steps that differ from it are no real ones, and not believed.
     """
@@ -141,14 +141,23 @@ class PolicyTracer:
 
     @cached_property
     def _is_believed(self) -> bool:
-        plain = self._trace(Policy.parse("")) if self.workload.device == "cpu" else None
+        # Functions of a file make models and batches anew. Those of a running script may hold real tensors.
+        possible = self.workload.device == "cpu" and self.workload.path is not None
+        plain = self._trace(Policy.parse("")) if possible else None
         return plain is not None and abs(plain.peak / self.plain_peak - 1) <= _SAME
 
     def _trace(self, policy: Policy) -> FakeStep | None:
+        fake, real = FakeWorkload.of(self.workload), self._model
         try:
-            return FakeSteps(FakeWorkload.of(self.workload), policy, cuda=False).at(self.batch_size)
-        except MesaTuneError:
+            fake = replace(fake, model=lambda: fake_copy(fake.mode, real))
+            return FakeSteps(fake, policy, cuda=False).at(self.batch_size)
+        except (MesaTuneError, RuntimeError):
             return None
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        """A model of its own: one in training must not know that it was copied."""
+        return self.workload.build()
 
 
 def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: float) -> TracedWorkload | None:

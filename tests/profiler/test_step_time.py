@@ -20,6 +20,7 @@ from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.errors.noise import OwnNoise
+from mesa_tune.profiler.fake_steps import PolicyTracer
 from mesa_tune.profiler.timing import step_meter, step_time
 from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, timed_policies, timed_settings
 from mesa_tune.profiler.timing.option_times import smoothed
@@ -126,9 +127,8 @@ def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
 ) -> None:
     monkeypatch.setattr(step_meter, "clock_of", lambda _: clock)
     model = _Mlp(clock)
-    meter = StepMeter(
-        workload(lambda: model, lambda n: torch.randn(n, 64), mean, batch_size=64), OwnNoise(())
-    )
+    work = workload(lambda: model, lambda n: torch.randn(n, 64), mean, batch_size=64)
+    meter = StepMeter(work, OwnNoise(()), PolicyTracer(work, 64, 1))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     times = meter.step_times([mt.Policy(()), mt.Policy.uniform(level=16)], 3)
     assert times == [[MODULE, MODULE + 2 * (STORE + RESTORE)]] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.builders import conversion, known
 from tests.profiler.models import DIGITS, workload_of
+from tests.search.meters import Weighted
 from tests.search.random_spaces import consistent
 from tests.synthetic import COARSE, DERIVING, NORM, deriving, synthetic_profile
 
@@ -105,24 +107,19 @@ def test_a_batch_whose_tensors_are_too_small_derives_nothing(profile: Profile) -
     assert not make_space(profile, 2).clusters
 
 
-class Noted:
-    """An objective that remembers whom it was asked about, and likes the latest best."""
+class Noted(Weighted):
+    """An objective that remembers whom it was asked about."""
 
-    def __init__(self) -> None:
-        self.policies: list[Policy] = []
+    policies: ClassVar[list[Policy]] = []
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.policies.append(policy)
-        return [GradientError(1.0, 1.0 / len(self.policies)) for _ in pairs]
-
-    def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
-        raise AssertionError("the objective is not time")
+        return super().errors(policy, pairs)
 
 
-@pytest.mark.slow("leaving")
 def test_a_study_tries_whole_clusters_only() -> None:
     profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), 1.2)
-    noted = Noted()
+    noted = Noted(profile)
     search_policy(profile, "55%", measure=noted, trials=12)
     stores = []
     for policy in noted.policies:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
@@ -13,9 +15,14 @@ from mesa_tune.profiler.fake_steps import PolicyTracer
 from mesa_tune.profiler.memory.memory_model import Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.again import traced
-from tests.builders import language_workload, own_loss, words, workload
+from tests.builders import language_workload, next_word, workload
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+
+
+def of_a_file(work: mt.Workload) -> mt.Workload:
+    """The workload as if it were read from a file: its functions make models and batches anew."""
+    return replace(work, path=Path("model.py"))
 
 
 @pytest.fixture(scope="module", name="profile")
@@ -37,7 +44,7 @@ def understated(profile: mt.Profile, share: float) -> mt.Profile:
 
 
 def test_the_promise_is_the_traced_step(profile: mt.Profile) -> None:
-    work = language_workload()
+    work = of_a_file(language_workload())
     plan = search_policy(profile, "85%", trials=0, workload=work)
     real = mt.estimate(work, plan.policy)
     predicted = plan.predicted
@@ -48,14 +55,15 @@ def test_the_promise_is_the_traced_step(profile: mt.Profile) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_solved_again(profile: mt.Profile) -> None:
-    wrong, work = understated(profile, 0.1), language_workload()
+    wrong, work = understated(profile, 0.1), of_a_file(language_workload())
     solved = search_policy(wrong, "78%", trials=0)
     assert mt.estimate(work, solved.policy).reserved_bytes > (solved.budget_bytes or 0)
     plan = search_policy(wrong, "78%", trials=0, workload=work)
     real = mt.estimate(work, plan.policy)
     assert plan.predicted.peak_bytes == real.peak_bytes
     assert real.reserved_bytes <= (plan.budget_bytes or 0)
-    assert sum((plan.predicted.peak or real).bytes.values()) == real.peak_bytes
+    assert plan.predicted.peak is not None
+    assert sum(plan.predicted.peak.bytes.values()) == real.peak_bytes
 
 
 def test_a_budget_that_no_traced_step_fits_is_refused(profile: mt.Profile) -> None:
@@ -67,7 +75,7 @@ def test_a_budget_that_no_traced_step_fits_is_refused(profile: mt.Profile) -> No
             int(1.01 * (least.predicted.reserved_bytes or 0)),
             max_noise_ratio=np.inf,
             trials=0,
-            workload=language_workload(),
+            workload=of_a_file(language_workload()),
         )
 
 
@@ -77,7 +85,7 @@ def test_differences_go_to_the_choice_of_the_layer_there(profile: mt.Profile) ->
     wrong = understated(profile, 0.1)
     space = make_space(wrong, wrong.batch_size, {})
     chosen = tuple(0 for _ in space.units) + tuple(-1 for _ in space.modules)
-    tracer = PolicyTracer(language_workload(), wrong.batch_size, profile.peak_bytes)
+    tracer = PolicyTracer(of_a_file(language_workload()), wrong.batch_size, profile.peak_bytes)
     step = tracer.trace(policy_at(wrong, space, chosen))
     assert step is not None
     known = traced.corrected(space, chosen, step, wrong)
@@ -93,14 +101,14 @@ def test_differences_go_to_the_choice_of_the_layer_there(profile: mt.Profile) ->
 
 
 def test_where_fake_steps_are_no_real_ones_bytes_are_inferred(profile: mt.Profile) -> None:
-    def loss(model, batch):  # type: ignore[no-untyped-def]
-        value = own_loss(model, batch)
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value = next_word(model, batch)
         return value if value.item() > 0 else value * 2
 
-    sample = language_workload()
-    work = workload(sample.model, words, loss, batch_size=sample.batch_size)
+    sample = of_a_file(language_workload())
+    work = of_a_file(workload(sample.model, sample.batch, loss, batch_size=sample.batch_size))
     assert PolicyTracer(work, profile.batch_size, profile.peak_bytes).trace(mt.Policy(())) is None
     plan = search_policy(profile, "85%", trials=0, workload=work)
     assert plan.to_dict() == search_policy(profile, "85%", trials=0).to_dict()
-    # An LSTM's fake step is another one than the real.
+    # Its plain step differs from the profile's.
     assert PolicyTracer(sample, 8, 10 * profile.peak_bytes).trace(mt.Policy(())) is None

@@ -197,13 +197,15 @@ class StepBytes:
     def work(self) -> Bytes:
         """The bytes alive in each slot without static ones and spans; shape [slots]."""
         work = self._mixed(self.sized.once.live, self.sized.again and self.sized.again.live)
-        return work + self._left if self.inside.any() else work
+        in_slices = any(self.assignment[name].tile > 1 for name in self.reruns)
+        return work + self._left if self.reruns and not in_slices else work
 
     @cached_property
     def _left(self) -> Bytes:
         """What modules leave for the first runs of later ones, beside the step of none or all; [slots].
 
-        A module that does not run again leaves it for one that does, and the other way round.
+        A module that does not run again leaves it for one that does, and the other way round. Not known of
+        modules in slices.
         """
         sized = self.sized
         more, by_others, by_reruns = np.zeros(len(sized.modules) + 1, dtype=np.int64), 0, 0
