@@ -373,7 +373,7 @@ def test_ctrl_c_writes_the_solved_plan(
     assert search("--budget", BUDGET, "--trials", "2", "--quiet") == 0
     confirmed = Plan.load("mesa-run/plan.json")
     assert confirmed.trials == 2
-    monkeypatch.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", interrupted)
+    monkeypatch.setattr("mesa_tune.search.study.worker.Worker.run", interrupted)
     assert search("--budget", BUDGET, "--trials", "3") == 130
     assert Plan.load("mesa-run/plan.json") == confirmed
 
