@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.profiler.fake_steps import FakeSteps
+from mesa_tune.workload.fake import FakeWorkload
 from tests.builders import gpt2, llama, own_loss, words, workload
 from tests.profiler.models import pixels, resnet
 from tests.step_memory import measured, swept, without_parts
@@ -94,8 +95,7 @@ def test_a_module_has_what_the_ones_before_it_leave(part: str) -> None:
     name = "Llama with a cache"
     policy = rerunning(INSIDE["4 bits"], PARTS[part](MODELS[name][2]), 16)
     profile = profile_of(name)
-    step = PolicyTracer(workload_of(name), profile.batch_size, profile.peak_bytes).trace(policy)
-    assert step is not None
+    step = FakeSteps(FakeWorkload.of(workload_of(name)), policy, cuda=False).at(profile.batch_size)
     traced: dict[str | None, int] = {}
     for slot in step.trace.slots:
         if slot.phase == "forward":
