@@ -28,7 +28,7 @@ BATCH_SIZE = 4
 
 
 def model():
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
 def batch(batch_size):

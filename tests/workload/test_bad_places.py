@@ -90,7 +90,7 @@ def test_a_study_that_runs_out_of_memory(home: Home, monkeypatch: pytest.MonkeyP
 
 def test_a_policy_whose_batch_does_not_fit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()()
-    assert home.run("search --budget 600kB --batch-size 16 --trials 0 --quiet") == Said(0, "", "")
+    assert home.run("search --budget 900kB --batch-size 16 --trials 0 --quiet") == Said(0, "", "")
     monkeypatch.setenv("FITS", "8")
     advised = re.fullmatch("search .* --batch-size ([0-9]+) --force", advice(VERIFY, home))
     assert advised
