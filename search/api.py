@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.profiler.fake_steps import PolicyTracer
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.again.traced import ROUNDS, SECONDS, corrected
+from mesa_tune.search.again.traced import ROUNDS, SECONDS, SMALL, corrected
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
@@ -21,7 +21,6 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.request import Request, check_request, exact_plan, plan_of
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import policy_at
 from mesa_tune.search.steps import Step, solved_in_time, steps
 from mesa_tune.search.study.study import Sharing, Task, Work, improved
 from mesa_tune.search.unreachable import unreachable
@@ -149,7 +148,7 @@ class SolvedSearch:
                 break
             step, solved = best
             space, chosen = step.program.space, solved.solution.chosen
-            traced = tracer.trace(policy_at(profile, space, chosen))
+            traced = tracer.trace(plan_of(request, space, solved).policy)  # its header names producers
             if traced is None:
                 return self
             excess = 0 if request.limits.peak is None else traced.reserved - request.limits.peak
@@ -157,7 +156,9 @@ class SolvedSearch:
                 plan = plan_of(request, space, solved, traced=traced)
                 return SolvedSearch(request, plan, best, possible, tracer)
             least = min(least, traced.reserved)
-            if left < ROUNDS // 2 and limits.peak is not None:
+            # A few bytes are in every step, and no choice's.
+            is_small = excess < SMALL * traced.reserved
+            if limits.peak is not None and (is_small or left < ROUNDS // 2):
                 limits = replace(limits, peak=limits.peak - excess)
             own = profile.in_slices if step.sliced else profile
             possible[possible.index(step)] = Step(step.sliced, Program(corrected(space, chosen, traced, own)))
@@ -185,7 +186,7 @@ class SolvedSearch:
         work = replace(work, **_lengths(work.trials, work.timeout))
         with nullcontext(measure) if measure else _measuring(self.request, workload) as meter:
             outcome = _improved(self.request, step, solved, meter, work)
-        policy = policy_at(profile, step.program.space, outcome.chosen)
+        policy = plan_of(self.request, step.program.space, solved, outcome).policy
         traced = None if self.tracer is None else self.tracer.trace(policy)
         return plan_of(self.request, step.program.space, solved, outcome, work.trials, traced)
 

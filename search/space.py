@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.errors.noise import FEW_ELEMENTS, Shares
@@ -22,7 +23,7 @@ from mesa_tune.profiler.memory.packed_sizes import case_shares, mixed
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.price_table import NO_DERIVATIONS
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.clusters import Cluster, clusters
+from mesa_tune.search.clusters import Cluster, clusters, producers
 from mesa_tune.search.problem import Choice, Floats, Limits, Link, Space, Unit
 from mesa_tune.search.reruns import RerunModules
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions, pinned_settings
@@ -78,6 +79,12 @@ def policy_at(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
     assignment = space.assignment(chosen)
     rules = ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers)
     return Policy.from_assignments(rules).rerunning(space.taken(chosen))
+
+
+def with_producers(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
+    """Return that policy with the producers of what it derives, so that its first step is as later ones."""
+    header = Header(producers=producers(profile.timeline, space.assignment(chosen)))
+    return replace(policy_at(profile, space, chosen), header=header)
 
 
 class _Builder:

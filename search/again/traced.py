@@ -25,6 +25,8 @@ ROUNDS = 4
 """Plans that are traced at most. After half of them, the limit is lowered by the excess, too."""
 SECONDS = 10.0
 """How long each further solve may take."""
+SMALL = 0.002
+"""Share of a peak by which the limit is lowered at once."""
 _NEAR = 0.9
 """Slots below this share of the peak are left alone."""
 

@@ -23,7 +23,7 @@ from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import make_space, policy_at
+from mesa_tune.search.space import make_space, with_producers
 from mesa_tune.search.study.address import Address
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
@@ -169,7 +169,7 @@ def _worker(
         goal,
         Knobs(program, goal),
         task.solved,
-        lambda chosen: policy_at(profile, space, chosen),
+        lambda chosen: with_producers(profile, space, chosen),
         measure,
         profile.plain_ms(profile.batch_size) / 1e3,
         seed,
