@@ -36,7 +36,7 @@ from mesa_tune.profiler.timing.duration import announcing
 from mesa_tune.runs.folder import DEFAULT_RUN, MADE_BY, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import plain_fits
-from mesa_tune.search.request import check_request
+from mesa_tune.search.request import check_length, check_request
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.units import counted, format_bytes
 from mesa_tune.workload.instance.fingerprint import fingerprint
@@ -137,7 +137,8 @@ def convert_within(
 ) -> None:
     """Do what `auto` does, for a training that looks again by itself."""
     inspect.signature(search_policy).bind(None, budget, workload=None, timeout=timeout, **search)
-    check_request("1GB" if budget == AUTO else budget, timeout=timeout, **search)
+    check_length(search.get("trials"), timeout)
+    check_request("1GB" if budget == AUTO else budget, **search)
     request = _Request(budget, search, timeout)
 
     def planned() -> str:

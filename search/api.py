@@ -7,39 +7,33 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mesa_tune.errors import BudgetError, options
-from mesa_tune.profiler.fake_steps import PolicyTracer
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.again.traced import ROUNDS, SECONDS, SMALL, corrected
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
 from mesa_tune.search.plan import Baseline, Plan
-from mesa_tune.search.problem import Limits
-from mesa_tune.search.request import Request, check_request, exact_plan, plan_of
+from mesa_tune.search.problem import Chosen, Limits
+from mesa_tune.search.request import Request, check_length, check_request, exact_plan, plan_of
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
+from mesa_tune.search.space import with_producers
 from mesa_tune.search.steps import Step, solved_in_time, steps
 from mesa_tune.search.study.study import Sharing, Task, Work, improved
 from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from mesa_tune.profiler.fake_steps import FakeStep, PolicyTracer
     from mesa_tune.search.study.trial import Meter
     from mesa_tune.search.study.worker import Outcome
     from mesa_tune.workload.workload import Workload
 
 TRIALS = 10
 TIMEOUT = 30.0
-_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("batch_size", "max_saved", "max_slowdown", "pins", "forbid", "only")),
-    "max_batch": False,
-    "max_noise_ratio": MAX_NOISE_RATIO,
-    "objective": "auto",
-    "seed": 0,
-}
 
 
 def search_policy(
@@ -97,7 +91,7 @@ def search_policy(
             that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
-    check_request(budget, trials=trials, timeout=timeout, objective=objective)
+    check_length(trials, timeout)
     solved = solve(
         profile,
         budget,
@@ -116,14 +110,14 @@ def search_policy(
         solved = solved.traced(workload)
     if trials == 0:
         return solved.plan
-    return solved.studied(Work(storage, trials, timeout, progress, sharing), workload, measure)
+    return solved.studied(Work(storage, trials, timeout, progress, sharing), measure)
 
 
 @dataclass(frozen=True)
 class SolvedSearch:
     """A request with the `plan` of its exact solution, `best` of the `possible` steps.
 
-    `best`: None if nothing is compressed. `tracer`: what traced the plan's bytes; None where these are
+    `best`: None if nothing is compressed. `tracer`: has traced the plan's `step`; None where its bytes are
     inferred.
     """
 
@@ -132,90 +126,138 @@ class SolvedSearch:
     best: tuple[Step, Solved] | None = None
     possible: Sequence[Step] = ()
     tracer: PolicyTracer | None = None
+    step: FakeStep | None = None
 
     def traced(self, workload: Workload) -> SolvedSearch:
         """Return the search whose plan's own step was traced and fits: it is solved again until one does.
 
-        Where steps cannot be traced on fake tensors, the same search: on a GPU, for a workload that is of no
-        file, for a loss that looks at values. Raise BudgetError if none was found.
+        Where steps cannot be traced on fake tensors, bytes stay inferred: on a GPU, for a workload that is of
+        no file, for a loss that looks at values. Raise BudgetError if no plan was found.
         """
-        request, limits, least = self.request, self.request.limits, math.inf
-        profile, best, possible = request.profile, self.best, list(self.possible)
-        plain = profile.timeline.at(request.batch_size).peak_bytes({})
-        tracer = PolicyTracer(workload, request.batch_size, plain)
+        from mesa_tune.profiler.fake_steps import PolicyTracer
+
+        request, best, possible = self.request, self.best, self.possible
+        if best is None:
+            return self
+        limits, least = request.limits, math.inf
+        tracer = PolicyTracer.of(workload, request.profile, request.batch_size)
         for left in reversed(range(ROUNDS)):
-            if best is None:
-                break
-            step, solved = best
-            space, chosen = step.program.space, solved.solution.chosen
-            traced = tracer.trace(plan_of(request, space, solved).policy)  # its header names producers
+            space, chosen = best[0].program.space, best[1].solution.chosen
+            traced = tracer.trace(with_producers(request.profile, space, chosen))
             if traced is None:
-                return self
+                return replace(self, tracer=tracer)
             excess = 0 if request.limits.peak is None else traced.reserved - request.limits.peak
             if excess <= 0:
-                plan = plan_of(request, space, solved, traced=traced)
-                return SolvedSearch(request, plan, best, possible, tracer)
+                plan = plan_of(request, space, best[1], traced=traced)
+                return SolvedSearch(request, plan, best, possible, tracer, traced)
             least = min(least, traced.reserved)
             # A few bytes are in every step, and no choice's.
-            is_small = excess < SMALL * traced.reserved
-            if limits.peak is not None and (is_small or left < ROUNDS // 2):
+            if limits.peak is not None and (excess < SMALL * traced.reserved or left < ROUNDS // 2):
                 limits = replace(limits, peak=limits.peak - excess)
-            own = profile.in_slices if step.sliced else profile
-            possible[possible.index(step)] = Step(step.sliced, Program(corrected(space, chosen, traced, own)))
-            objective = "memory" if left == 1 else request.objective  # the last is the smallest
-            best = solved_in_time(profile, possible, limits, objective, request.max_noise_ratio, SECONDS)
-        if self.best is None:
-            return self
+            again = self._solved_again(best[0], chosen, traced, limits, possible, left) if left else None
+            if again is None:
+                break
+            best, possible = again
         raise BudgetError(
             f"budget {format_bytes(request.budget or 0)}: no plan was found whose traced step fits\n"
             f"the smallest one found takes {format_bytes(int(least))}: raise {options('budget')} to that"
         )
 
-    def studied(self, work: Work, workload: Workload | None = None, measure: Meter | None = None) -> Plan:
+    def _solved_again(
+        self,
+        step: Step,
+        chosen: Chosen,
+        traced: FakeStep,
+        limits: Limits,
+        possible: Sequence[Step],
+        left: int,
+    ) -> tuple[tuple[Step, Solved], Sequence[Step]] | None:
+        """Return the best solution with what was traced, and the steps that know it; None if there is none.
+
+        `left`: how many solutions can be traced yet; the last is the smallest.
+        """
+        request, profile = self.request, self.request.profile
+        own = profile.in_slices if step.sliced else profile
+        known = Step(step.sliced, Program(corrected(step.program.space, chosen, traced, own)))
+        possible = [known if each is step else each for each in possible]
+        objective = "memory" if left == 1 else request.objective
+        best = solved_in_time(profile, possible, limits, objective, request.max_noise_ratio, SECONDS)
+        return None if best is None else (best, possible)
+
+    def studied(self, work: Work, measure: Meter | None = None) -> Plan:
         """Return the plan of a study around the solution; this plan, where there is nothing to measure.
 
-        `measure`: measures in place of the workload. Without both limits, `work` has the default ones.
+        `measure`: measures in place of the workload that was traced. Without both limits, `work` has the
+        default ones.
         """
-        profile = self.request.profile
-        can_measure = measure is not None or (workload is not None and profile.own_noise is not None)
+        request, profile = self.request, self.request.profile
+        can_measure = measure is not None or (self.tracer is not None and profile.own_noise is not None)
         if self.best is None or not can_measure:
             return self.plan
         step, solved = self.best
-        if not step.program.space.noise(solved.solution.chosen):
+        space = step.program.space
+        if not space.noise(solved.solution.chosen):
             return self.plan
-        work = replace(work, **_lengths(work.trials, work.timeout))
-        with nullcontext(measure) if measure else _measuring(self.request, workload) as meter:
-            outcome = _improved(self.request, step, solved, meter, work)
-        policy = plan_of(self.request, step.program.space, solved, outcome).policy
-        traced = None if self.tracer is None else self.tracer.trace(policy)
-        return plan_of(self.request, step.program.space, solved, outcome, work.trials, traced)
+        if work.trials is None and work.timeout is None:
+            work = replace(work, trials=TRIALS, timeout=TIMEOUT)
+        with nullcontext(measure) if measure else self._measuring() as meter:
+            outcome = _improved(request, step, solved, meter, work)
+        traced = self.step
+        if self.tracer is not None and outcome.won:
+            traced = self.tracer.trace(with_producers(profile, space, outcome.chosen))
+        return plan_of(request, space, solved, outcome, work.trials, traced)
+
+    def _measuring(self) -> AbstractContextManager[Meter]:
+        from mesa_tune.profiler.timing.step_meter import measuring
+
+        assert self.tracer is not None
+        return measuring(self.request.profile, self.tracer)
 
 
-def solve(profile: Profile, budget: int | str | None = None, **asked: Any) -> SolvedSearch:
+def solve(
+    profile: Profile,
+    budget: int | str | None,
+    *,
+    batch_size: int | None,
+    max_batch: bool,
+    max_saved: int | str | None,
+    max_slowdown: float | None,
+    max_noise_ratio: float,
+    objective: str,
+    pins: Pins | None,
+    forbid: Iterable[str] | None,
+    only: Iterable[str] | None,
+    seed: int,
+) -> SolvedSearch:
     """Solve a request exactly: arguments and errors are those of `search_policy`."""
-    check_request(budget, **asked)
-    asked = {**_DEFAULTS, **asked}
-    batch_size, pins = asked["batch_size"], asked["pins"] or {}
-    objective, ratio = asked["objective"], asked["max_noise_ratio"]
+    check_request(
+        budget,
+        batch_size=batch_size,
+        max_batch=max_batch,
+        max_saved=max_saved,
+        max_slowdown=max_slowdown,
+        max_noise_ratio=max_noise_ratio,
+        objective=objective,
+        forbid=forbid,
+        only=only,
+    )
     profile.plain_ms(profile.batch_size)  # raises for a profile without prices
-    max_slowdown = asked["max_slowdown"]
     if objective == "memory" and max_slowdown is None:
         max_slowdown = MEMORY_SLOWDOWN
-    restrictions = Restrictions.of(asked["forbid"], asked["only"])
-    options = (pins, restrictions, objective, ratio)
-    limits, requested = _limits(profile, budget, batch_size, asked["max_saved"], max_slowdown)
+    restrictions = Restrictions.of(forbid, only)
+    options = (pins or {}, restrictions, objective, max_noise_ratio)
+    limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
     size, asked_peak = batch_size or profile.batch_size, limits.peak
-    if asked["max_batch"]:
+    if max_batch:
         size, limits = _largest(profile, limits, requested, max_slowdown, *options)
-    baseline = _baseline(profile, size)
-    request = Request(profile, size, asked_peak, baseline, limits, *options, asked["seed"], requested)
+    request = Request(profile, size, asked_peak, _baseline(profile, size), limits, *options, seed, requested)
     if _plain_fits(profile, limits, size, objective, pins):
         return SolvedSearch(request, exact_plan(request))
     profile.require_prices()
-    possible = steps(profile, size, pins, restrictions)
-    best = solved_in_time(profile, possible, limits, objective, ratio)
+    possible = steps(profile, size, request.pins, restrictions)
+    best = solved_in_time(profile, possible, limits, objective, max_noise_ratio)
     if best is None:
-        raise unreachable(profile, possible, limits, pins, requested, Deadline())
+        raise unreachable(profile, possible, limits, request.pins, requested, Deadline())
     return SolvedSearch(request, plan_of(request, best[0].program.space, best[1]), best, possible)
 
 
@@ -297,18 +339,6 @@ def _plain_fits(profile: Profile, limits: Limits, batch_size: int, objective: st
         limits.saved is None or sized.saved_bytes({}) <= limits.saved
     )
     return fits and objective != "memory" and all(settings.exact for settings in pinned)
-
-
-def _lengths(trials: int | None, timeout: float | None) -> dict[str, Any]:
-    default = trials is None and timeout is None
-    return {"trials": TRIALS, "timeout": TIMEOUT} if default else {"trials": trials, "timeout": timeout}
-
-
-def _measuring(request: Request, workload: Workload | None) -> AbstractContextManager[Meter]:
-    from mesa_tune.profiler.timing.step_meter import measuring
-
-    assert workload is not None
-    return measuring(workload, request.profile, request.batch_size)
 
 
 def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work: Work) -> Outcome:

@@ -22,6 +22,8 @@ from mesa_tune.profiler.errors.noise import Shares
 
 Floats = NDArray[np.float64]
 
+Chosen = tuple[int, ...]
+"""One position per unit, then one per module."""
 NONE = -1
 """Position of a module that is not chosen, and of a unit inside a chosen one."""
 

@@ -77,8 +77,6 @@ class Request:
 def check_request(
     budget: int | str | None,
     *,
-    trials: int | None = None,
-    timeout: float | None = None,
     batch_size: int | None = None,
     max_batch: bool = False,
     max_saved: int | str | None = None,
@@ -94,15 +92,19 @@ def check_request(
     _require_positive("batch size", batch_size, whole=True)
     if max_batch and (budget is None or batch_size is not None):
         raise BudgetError("max-batch: needs a budget and no batch size\nit finds the largest that fits")
-    if trials is not None and trials < 0:
-        raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
-    for name, value in (("timeout", timeout), ("max-slowdown", max_slowdown)):
-        _require_positive(name, value)
+    _require_positive("max-slowdown", max_slowdown)
     _require_positive("max-noise-ratio", max_noise_ratio, finite=False)
     for amount, name in ((budget, "budget"), (max_saved, "max-saved")):
         if amount is not None:
             parse_bytes(amount, name)
     Restrictions.of(forbid, only)
+
+
+def check_length(trials: int | None, timeout: float | None) -> None:
+    """Raise BudgetError for limits of a study that are none."""
+    if trials is not None and trials < 0:
+        raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
+    _require_positive("timeout", timeout)
 
 
 def _require_positive(name: str, value: float | None, *, whole: bool = False, finite: bool = True) -> None:

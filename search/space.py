@@ -82,7 +82,7 @@ def policy_at(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
 
 
 def with_producers(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
-    """Return that policy with the producers of what it derives, so that its first step is as later ones."""
+    """Return the policy of `policy_at`, with a header that names what layers derive from."""
     header = Header(producers=producers(profile.timeline, space.assignment(chosen)))
     return replace(policy_at(profile, space, chosen), header=header)
 

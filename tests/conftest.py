@@ -31,6 +31,7 @@ SPARED, FEW = {"modules": 0}, 20
 
 
 def pytest_configure() -> None:
+    gc.set_threshold(50_000, 20, 20)  # measurements collect by themselves: seldom is enough in between
     # The tests' tensors are small: threads would only wait for each other, and busily.
     torch.set_num_threads(1)
     # No test asserts times, so a profile times as few steps as it may; by itself it goes on for 15 s.
@@ -49,7 +50,6 @@ def pytest_runtest_setup() -> None:
 
 def spare_garbage_collector() -> None:
     """Spare the garbage collector, which many measurements run, all that exists: modules first of all."""
-    gc.set_threshold(50_000, 20, 20)  # measurements collect by themselves: seldom is enough in between
     gc.collect()
     gc.freeze()
     SPARED["modules"] = len(sys.modules)

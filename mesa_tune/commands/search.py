@@ -85,10 +85,10 @@ class _Arguments:
         """Solve from the profile alone."""
         from mesa_tune.policy.values import split_words
         from mesa_tune.search.api import solve
-        from mesa_tune.search.request import check_request
+        from mesa_tune.search.request import check_length
         from mesa_tune.search.restrictions import read_pin
 
-        check_request("1GB", trials=self.trials, timeout=self.timeout)
+        check_length(self.trials, self.timeout)
         asked = {key: value for key, value in vars(self).items() if key not in ("pin", "trials", "timeout")}
         for key in ("forbid", "only"):
             asked[key] = None if asked[key] is None else split_words(asked[key])
@@ -341,7 +341,7 @@ def _studied(solved: SolvedSearch, workload: Workload, arguments: _Arguments, co
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{again} {fits}`"):
         work = Work(command.study(), arguments.trials, arguments.timeout, output.status, command.sharing)
-        plan = solved.traced(workload).studied(work, workload)
+        plan = solved.traced(workload).studied(work)
     output.status("")
     return plan
 

@@ -28,6 +28,7 @@ from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
 from mesa_tune.profiler.memory.workspaces import WorkspaceMeter
 from mesa_tune.profiler.parallel import Parallelization
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload, fake_copy, faked
 from mesa_tune.workload.session import session
@@ -135,6 +136,11 @@ class PolicyTracer:
     batch_size: int
     plain_peak: int
 
+    @staticmethod
+    def of(workload: Workload, profile: Profile, batch_size: int) -> PolicyTracer:
+        """Return the tracer that believes fake steps which take what the profile says."""
+        return PolicyTracer(workload, batch_size, profile.timeline.at(batch_size).peak_bytes({}))
+
     def trace(self, policy: Policy) -> FakeStep | None:
         """Return the step under `policy`; None where fake tensors are no help."""
         return self._trace(policy) if self._is_believed else None
@@ -156,7 +162,7 @@ class PolicyTracer:
 
     @cached_property
     def _model(self) -> nn.Module:
-        """A model of its own: one in training must not know that it was copied."""
+        """The model that fake ones copy. It has real tensors: a file may load weights."""
         return self.workload.build()
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mesa_tune.profiler.memory.kinds import SAVED, STATIC, WORKING, Peak
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.problem import NONE, Decision, Space
+from mesa_tune.search.problem import NONE, Chosen, Decision, Space
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.fake_steps import FakeStep
@@ -29,8 +29,6 @@ SMALL = 0.002
 """Share of a peak by which the limit is lowered at once."""
 _NEAR = 0.9
 """Slots below this share of the peak are left alone."""
-
-Chosen = tuple[int, ...]
 
 
 class Moment(NamedTuple):

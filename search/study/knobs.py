@@ -19,9 +19,9 @@ import numpy as np
 
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import noise_price
-from mesa_tune.search.problem import Floats, Limits, Module, Unit
+from mesa_tune.search.problem import Chosen, Floats, Limits, Module, Unit
 from mesa_tune.search.solver import Program
-from mesa_tune.search.study.trial import Chosen, Goal, Measured
+from mesa_tune.search.study.trial import Goal, Measured
 
 MOST_GROUPS = 24
 _FACTOR = {"time": 1.5, "error": 2.5}
@@ -64,7 +64,7 @@ class Knobs:
         """
         moved, space, goal = {}, self.program.space, self.goal
         for name, limit in self.limited.items():
-            if goal.excesses(plan)[name] > 0:
+            if name in goal.exceeded(plan):
                 aim = AIM[name] * limit
                 if name == "noise":
                     aim *= space.noise(plan.chosen) / (goal.ratio(plan.errors) or limit)

@@ -20,14 +20,14 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.provenance import hardware
-from mesa_tune.search.problem import Limits, Space
+from mesa_tune.search.problem import Chosen, Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import make_space, with_producers
 from mesa_tune.search.study.address import Address
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
-from mesa_tune.search.study.trial import Chosen, Goal, Meter
+from mesa_tune.search.study.trial import Goal, Meter
 from mesa_tune.search.study.worker import Outcome, Worker, end_of, has_plan
 
 Sharing = Callable[[str], AbstractContextManager[None]]

@@ -16,7 +16,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import GradientError, Pair
 from mesa_tune.search.objectives import to_same_result
 from mesa_tune.search.plan import Measurement, TrialEntry
-from mesa_tune.search.problem import Limits, Space
+from mesa_tune.search.problem import Chosen, Limits, Space
 
 # Each batch comes once: errors differ far more from batch to batch than from seed to seed.
 FULL: tuple[Pair, ...] = tuple((draw, 0) for draw in range(8))
@@ -24,8 +24,6 @@ SCREEN = FULL[:4]
 ROUNDS = 6
 """Rounds of timed steps in a trial: a plain one and one under the plan, in turn."""
 _FIRST_FRESH = 1_000_000
-
-Chosen = tuple[int, ...]
 
 
 def fresh(trials: int) -> tuple[Pair, ...]:
@@ -106,13 +104,17 @@ class Goal:
         """Return the noise ratio that errors show, None if it is unknown."""
         return statistics.fmean(error.ratio for error in errors) if self.is_known else None
 
+    def peak(self, plan: Measured) -> int:
+        """Return the peak bytes by the space."""
+        return int(self.space.live(plan.chosen).max())
+
     def value(self, plan: Measured) -> float:
         """Return what the study minimises: time to the same result over plain's, noise ratio, or peak bytes.
 
         The time of a plan that was not timed is the predicted one.
         """
         if self.objective == "memory":
-            return float(self.space.live(plan.chosen).max())
+            return float(self.peak(plan))
         if self.objective == "error":
             return statistics.fmean(error.ratio for error in plan.errors)
         pace = self.space.ms(plan.chosen) / self.plain_ms if plan.pace is None else plan.pace
@@ -122,7 +124,7 @@ class Goal:
         """Return how far the plan exceeds each limit, as fractions of it; at most 0 within."""
         limits, space = self.limits, self.space
         pairs = {
-            "peak": (int(space.live(plan.chosen).max()), limits.peak),
+            "peak": (self.peak(plan), limits.peak),
             "saved": (space.saved(plan.chosen), limits.saved),
             "noise": (self.ratio(plan.errors), limits.noise),
             "slowdown": (plan.pace, self.slowdown),
@@ -133,10 +135,14 @@ class Goal:
             if limit is not None
         }
 
+    def exceeded(self, plan: Measured) -> list[str]:
+        """Return the limits that the plan exceeds, as far as it was measured."""
+        return [name for name, excess in self.excesses(plan).items() if excess > 0]
+
     def is_within(self, plan: Measured) -> bool:
         """Return True for a plan that was measured to the end, and is within all limits."""
         timed = bool(plan.paces) or not self.is_timed
-        return plan.is_whole and timed and max(self.excesses(plan).values(), default=0.0) <= 0
+        return plan.is_whole and timed and not self.exceeded(plan)
 
     def fits(self, policy: Policy, meter: Meter) -> bool:
         """Return False for a plan whose traced step takes more than the limit on the peak."""
@@ -162,7 +168,7 @@ class Goal:
         plan = Measured(chosen, tuple(errors))
         if not self.is_timed or not plan.is_whole:
             return plan
-        if best is not None and self.excesses(plan).get("noise", 0.0) > 0:
+        if best is not None and "noise" in self.exceeded(plan):
             return plan
         times = meter.step_times([Policy(()), policy], ROUNDS)
         return Measured(chosen, plan.errors, tuple(packed / plain for plain, packed in times))
@@ -171,10 +177,10 @@ class Goal:
         """Return what is reported of a trial."""
         return TrialEntry(
             value=_finite(self.value(plan)),
-            peak_bytes=int(self.space.live(plan.chosen).max()),
+            peak_bytes=self.peak(plan),
             gradient_error=_finite(statistics.fmean(error.error for error in plan.errors)),
             noise_ratio=_finite(self.ratio(plan.errors)),
-            is_within=max(self.excesses(plan).values(), default=0.0) <= 0,
+            is_within=not self.exceeded(plan),
             is_whole=plan.is_whole,
         )
 

@@ -18,10 +18,10 @@ from typing import Any
 from mesa_tune.policy import Policy
 from mesa_tune.search.objectives import to_same_result
 from mesa_tune.search.plan import Measurement, TrialEntry
+from mesa_tune.search.problem import Chosen
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.trial import (
     ROUNDS,
-    Chosen,
     Goal,
     Measured,
     Meter,
@@ -46,8 +46,8 @@ class Outcome:
     """Result of a study: the chosen plan, what was measured of it, and the trials.
 
     `measured`: None where there was no time for a trial. `won`: in words, how the plan is better than the
-    exact solution; empty if it is the exact solution.
-    `ended`: why there were no more trials, where there could have been.
+    exact solution; empty if it is the exact solution. `ended`: why there were no more trials, where there
+    could have been.
     """
 
     chosen: Chosen
@@ -165,8 +165,8 @@ class Worker:
 
     def _won(self, solved: Measured, best: Measured) -> str:
         """Return in words how `best` is better in fresh measurements; empty if it is not."""
-        goal, exceeded = self.goal, [name for name, by in self.goal.excesses(solved).items() if by > 0]
-        if max(goal.excesses(best).values(), default=0.0) > 0:
+        goal, exceeded = self.goal, self.goal.exceeded(solved)
+        if goal.exceeded(best):
             return ""
         gains = self._gains(solved, best)
         gain, error = statistics.fmean(gains), standard_error(gains)

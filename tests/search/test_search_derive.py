@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -107,10 +106,11 @@ def test_a_batch_whose_tensors_are_too_small_derives_nothing(profile: Profile) -
     assert not make_space(profile, 2).clusters
 
 
+@dataclass
 class Noted(Weighted):
     """An objective that remembers whom it was asked about."""
 
-    policies: ClassVar[list[Policy]] = []
+    policies: list[Policy] = field(default_factory=list)
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         self.policies.append(policy)

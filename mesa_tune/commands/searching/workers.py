@@ -125,6 +125,7 @@ def join(
     """Work on the study until it has its length, and return what was done."""
     import torch
 
+    from mesa_tune.profiler.fake_steps import PolicyTracer
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.timing.step_meter import StepMeter, measuring
     from mesa_tune.search.study.study import Work, join_search
@@ -136,7 +137,7 @@ def join(
     with ExitStack() as stack:
 
         def measure(batch_size: int) -> StepMeter:
-            return stack.enter_context(measuring(workload, profile, batch_size))
+            return stack.enter_context(measuring(profile, PolicyTracer.of(workload, profile, batch_size)))
 
         return join_search(profile, study, work, measure)
 

@@ -59,15 +59,16 @@ class StepMeter:
 
 
 @contextmanager
-def measuring(workload: Workload, profile: Profile, batch_size: int) -> Iterator[StepMeter]:
+def measuring(profile: Profile, tracer: PolicyTracer) -> Iterator[StepMeter]:
     """Measure a model after its first steps (`JointError.take_first_steps`), and restore it afterwards.
 
-    Errors and times are those at the profiled batch size; peaks are traced at `batch_size`.
+    Errors and times are those at the profiled batch size; peaks are those of the `tracer`, of whose workload
+    the model is.
     """
     assert profile.own_noise is not None
-    tracer = PolicyTracer(workload, batch_size, profile.timeline.at(batch_size).peak_bytes({}))
     # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
-    meter = StepMeter(workload.with_batch_size(profile.batch_size), profile.own_noise, tracer)
+    workload = tracer.workload.with_batch_size(profile.batch_size)
+    meter = StepMeter(workload, profile.own_noise, tracer)
     with preserved(meter.joint.model):
         meter.joint.take_first_steps()
         yield meter
