@@ -129,7 +129,9 @@ def monitored(name: str, budget: str) -> Callable[[int, nn.Module], None]:
 
     def watch(step: int, model: nn.Module) -> None:
         if not step:
-            monitors.append(mt.Monitor(model, task.workload.loss, remedy="plan", run=folder))
+            loss = task.workload.loss
+            assert loss is not None
+            monitors.append(mt.Monitor(model, loss, remedy="plan", run=folder))
             return
         with torch.random.fork_rng():
             monitors[-1].step(task.workload.batch(task.workload.batch_size))

@@ -127,7 +127,7 @@ def test_why_a_study_ended_is_said(profile: Profile, noisy_profile: Profile) -> 
     assert won(Weighted(profile), 1) == "1 trial found nothing better, so the solved plan stays"
     assert "of 10000 trials (20 in turn gained nothing)" in won(Weighted(profile), 10_000)
     assert "trials (time was up)" in won(Weighted(profile, seconds=0.3), None, 3.0)
-    free = dict.fromkeys(("fc", "relu", "layernorm", "loss", "other"), 0.0)
+    free: dict[str, float] = dict.fromkeys(("fc", "relu", "layernorm", "loss", "other"), 0.0)
     as_plain = Weighted(noisy_profile, slower=free, joint=0.01, chance=0.001)
     assert "(its step is as fast as plain's)" in won(as_plain, 9, budget="70%")
 
