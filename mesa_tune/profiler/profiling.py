@@ -38,7 +38,6 @@ from mesa_tune.profiler.pricing import LayerPrices, Pricing, calibrated, interac
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.timing import step_time
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
 from mesa_tune.profiler.timing.step_time import StepTimer, with_times
@@ -146,22 +145,16 @@ class _Profiling:
             return traced
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
-        begin = time.monotonic()
         try:
             with preserved(self.model, self.optimizer, self.again) as restore:
                 with roomy_heap(traced.peak_bytes, self.workload.device):
                     complete = self._with_errors(traced)
-                complete = self._timed(complete, restore, self._timed_s(begin))
+                complete = self._timed(complete, restore, self.end - time.monotonic())
         except KeyboardInterrupt:
             self._save(self._assembled(traced, partial=True))
             raise
         self._save(complete)
         return complete
-
-    def _timed_s(self, begin: float) -> float:
-        """Return the seconds that times of steps take, if errors were measured from `begin` on."""
-        now = time.monotonic()
-        return min(max(step_time.SECONDS, step_time.SHARE * (now - begin)), self.end - now)
 
     def _with_errors(self, traced: Profile) -> Profile:
         """Return the profile with the options of all layers; times of steps are still missing."""
@@ -325,7 +318,7 @@ class _Profiling:
         return continued(option, own) if own and option.ratios else option
 
     def _timed(self, profile: Profile, restore: Callable[[], None], seconds: float) -> Profile:
-        """Return the profile with the times of steps, if options were priced; take about `seconds`."""
+        """Return the profile with the times of steps, if options were priced; see `StepTimer.times`."""
         settings = timed_settings(self.options)
         if settings is None:
             return profile

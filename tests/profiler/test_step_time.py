@@ -26,8 +26,7 @@ from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, time
 from mesa_tune.profiler.timing.option_times import smoothed
 from mesa_tune.profiler.timing.step_meter import StepMeter
 from mesa_tune.profiler.timing.step_time import (
-    FEWEST,
-    MOST,
+    TURNS,
     Spans,
     StepTimer,
     StepTimes,
@@ -137,28 +136,40 @@ def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
     assert model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
 
 
-def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_turn_begins_when_the_time_is_over(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(step_time, "summarized", lambda turns: counted.append(len(turns)))
     for seconds in (0.0, 3600.0):
         timer.times({Kind.EXACT: mt.Policy(())}, seconds)
-    assert counted == [FEWEST, MOST]
+    assert counted == [1, TURNS]
 
 
-def test_slow_steps_have_one_turn_of_one_round(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_have_one_turn(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[Turn] = []
     shown: list[str] = []
     monkeypatch.setattr(step_time, "SLOW_MS", 0.0)
     monkeypatch.setattr(step_time, "summarized", turns.extend)
     timer.times({Kind.EXACT: mt.Policy(())}, 3600.0, lambda text, share: shown.append(text))
-    assert [len(turn.rounds) for turn in turns] == [1]
-    assert shown == ["step times, 2 kinds of steps", "step times, turn 1 of at most 1"]
+    assert [set(turn) for turn in turns] == [{Kind.PLAIN, Kind.EXACT, Kind.CUT}]
+    assert shown == ["step times, 3 kinds of steps", "step times, turn 1 of 1"]
 
 
-def turn(plain: float, exact: Spans, packed: Spans) -> Turn:
-    """Return the turn of steps that take as long as their spans; both halves of the layers take the same."""
-    spans = {Kind.EXACT: exact, **dict.fromkeys(HALVES, packed)}
-    return Turn([{Kind.PLAIN: plain, **{kind: sum(one.values()) for kind, one in spans.items()}}], spans)
+def test_only_steps_of_layers_that_compress_are_cut(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Turn] = []
+    monkeypatch.setattr(step_time, "summarized", turns.extend)
+    timer.times(POLICIES, 0.0)
+    cut = {kind for kind, spans in turns[0].items() if spans.keys() != {None}}
+    assert cut == {Kind.CUT, *HALVES}
+
+
+def turn(plain: float, exact: Spans, packed: Spans, missed: float = 0.0) -> Turn:
+    """Return the turn of steps that take as long as their spans; both halves of the layers take the same.
+
+    `missed`: what the packed steps take beyond their layers' spans.
+    """
+    halves = {**packed, None: packed.get(None, 0.0) + missed}
+    whole: Spans = {None: sum(exact.values())}
+    return {Kind.PLAIN: {None: plain}, Kind.EXACT: whole, Kind.CUT: exact, **dict.fromkeys(HALVES, halves)}
 
 
 def slowed(speed: float = 1.0, added: float = 1.0) -> Turn:
@@ -184,10 +195,16 @@ def test_a_model_that_is_one_layer_has_a_time() -> None:
 
 
 def test_layers_share_what_spans_miss_of_whole_steps_by_their_time() -> None:
-    spans = turn(6.0, {"fc": 4.0, "act": 2.0}, {"fc": 6.0, "act": 2.0}).spans
-    whole = {Kind.PLAIN: 6.0, Kind.EXACT: 6.0, **dict.fromkeys(HALVES, 9.0)}
-    times = summarized([Turn([whole], spans)])
+    times = summarized([turn(6.0, {"fc": 4.0, "act": 2.0}, {"fc": 6.0, "act": 2.0}, missed=1.0)])
     assert times.added == {"fc": pytest.approx(2.0 + 0.75), "act": pytest.approx(0.25)}
+
+
+def test_cutting_takes_no_time() -> None:
+    """Cut steps take 1 ms longer, and so does the exact one that layers are compared with."""
+    steps = turn(6.0, {"fc": 5.0, "act": 2.0}, {"fc": 7.0, "act": 2.0})
+    times = summarized([{**steps, Kind.EXACT: {None: 6.5}}])
+    assert times.routing == pytest.approx(0.5)
+    assert times.added == {"fc": pytest.approx(2.0), "act": pytest.approx(0.0)}
 
 
 def test_the_thread_clock_counts_no_time_in_which_the_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +225,9 @@ def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
 def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
     pairs = [(4.0, 2.0), (5.0, 4.0), (5.0, 5.0), (4.0, 4.0)]
-    times_of = zip((Kind.EXACT, Kind.ALL, *HALVES), pairs, strict=True)
+    times_of = zip((Kind.CUT, Kind.ALL, *HALVES), pairs, strict=True)
     spans: dict[Kind, Spans] = {kind: {None: 8.0, "fc": fc, "act": act} for kind, (fc, act) in times_of}
-    whole = {Kind.PLAIN: 14.0, **{kind: sum(one.values()) for kind, one in spans.items()}}
-    times = summarized([Turn([whole], spans)])
+    times = summarized([{Kind.PLAIN: {None: 14.0}, Kind.EXACT: {None: 14.0}, **spans}])
     shares = {"fc": 1.0, "act": (2.0 + 3.0 + 2.0) / 2}  # of the 3 ms that both add to one step
     assert times.added == pytest.approx({name: 3.0 * ms / 4.5 for name, ms in shares.items()})
     assert times.overlap == pytest.approx((4.0 + 2.0) - 3.0 - 1.5)
@@ -219,9 +235,9 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
 
 def test_halves_overlap_by_half_of_what_all_layers_add_at_most() -> None:
     def overlap(every: float, half: float) -> float:
-        whole = {Kind.PLAIN: 40.0, Kind.EXACT: 42.0, Kind.ALL: 42.0 + every}
+        whole = {Kind.PLAIN: 40.0, Kind.EXACT: 42.0, Kind.CUT: 42.0, Kind.ALL: 42.0 + every}
         whole |= dict.fromkeys(HALVES, 42.0 + half)
-        return summarized([Turn([whole], {kind: {None: 42.0} for kind in (Kind.EXACT, *PACKED)})]).overlap
+        return summarized([{kind: {None: ms} for kind, ms in whole.items()}]).overlap
 
     assert [overlap(8.0, half) for half in (3.0, 5.0, 7.0)] == pytest.approx([0.0, 2.0, 4.0])
     assert overlap(-1.0, 1.0) == 0.0

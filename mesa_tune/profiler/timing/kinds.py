@@ -23,6 +23,7 @@ class Kind(Enum):
 
     PLAIN = "the plain model's"
     EXACT = "everything exactly"
+    CUT = "everything exactly, cut into spans as the steps that compress"
     ALL = "all layers compress"
     HALF = "a half of the layers compresses"
     OTHER_HALF = "the other half compresses"

@@ -8,9 +8,10 @@ of its layers takes longer than the mean of those that compress all and none. So
 compress either half, besides one that compresses all: layers share what all add, and the `overlap` says what
 half of them adds beyond half of that. Other work on the machine only makes spans longer, and a short span
 often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time
-counts. For seconds the whole machine may be slower: so a turn's times count relative to its plain steps.
-Quartiles of spans add up to less than a step (to 0.28 of a plain step where 0.37 was measured): so whole
-steps are timed, too, and the layers share what is missing.
+counts. For seconds the whole machine may be slower: so a turn's times count relative to its plain step.
+Quartiles of spans add up to less than a step (to 0.28 of a plain step where 0.37 was measured): so the
+layers share what is missing of the steps as a whole. Cutting takes time: so steps that are cut are compared
+with an exact step that is cut, too.
 """
 
 from __future__ import annotations
@@ -47,34 +48,21 @@ from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
 from mesa_tune.workload.workload import Workload
 
-FEWEST, MOST = 2, 8
-"""Numbers of timed turns."""
-
-ROUNDS = 2
-"""How many rounds of whole steps a turn has: their times differ by little."""
+TURNS = 3
+"""Numbers of timed turns, after one that plans the calls."""
 
 SLOW_MS = 1000.0
-"""Steps that take longer have one turn of one round: they last too long for short disturbances to count."""
-
-SHARE, SECONDS = 0.1, 15.0
-"""Turns take this share of the profile's time, or these seconds if they are more.
-
-They take less and more as `FEWEST` and `MOST` demand.
-"""
+"""Steps that take longer have one turn: they last too long for short disturbances to count."""
 
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
 _SAMPLED = (Kind.MOST_ROWS, Kind.FEWEST_ROWS)
-_CUT = (Kind.EXACT, *PACKED, Kind.DERIVING, *_SAMPLED)
+_CUT = (Kind.CUT, *PACKED, Kind.DERIVING, *_SAMPLED)
 _UNOBSERVED = StepEvents()
 
-
-class Turn(NamedTuple):
-    """Milliseconds of rounds of whole steps, and of the spans of steps; cutting these takes time, too."""
-
-    rounds: Sequence[Mapping[Kind, float]]
-    spans: Mapping[Kind, Spans]
+Turn = Mapping[Kind, Spans]
+"""Spans of a step of each kind; of those that are not cut, one span that belongs to no layer."""
 
 
 class StepTimes(NamedTuple):
@@ -125,27 +113,24 @@ class StepTimer:
 
     @steady_heap()
     def times(self, policies: Mapping[Kind, Policy], seconds: float, show: Progress = unshown) -> StepTimes:
-        """Return the times of steps under `policies`; take about `seconds` for it."""
-        batch = self.workload.make_batch()
+        """Return the times of steps under `policies`; after so many seconds no further turn begins."""
+        batch, end = self.workload.make_batch(), time.monotonic() + seconds
         sessions = {kind: self._session(policy) for kind, policy in policies.items()}
-        turns: list[Turn] = []
+        sessions[Kind.CUT] = sessions[Kind.EXACT]
         show(f"step times, {len(sessions) + 1} kinds of steps", 0.0)
-        begin = time.monotonic()
-        slow = self._round(batch, sessions)[Kind.PLAIN] > SLOW_MS  # this also plans the calls
-        fewest, most, count = (1, 1, 1) if slow else (FEWEST, MOST, ROUNDS)
-        while len(turns) < fewest or (len(turns) < most and time.monotonic() < begin + seconds):
-            share = max(len(turns) / most, (time.monotonic() - begin) / max(seconds, 1e-9))
-            show(f"step times, turn {len(turns) + 1} of at most {most}", min(1.0, share))
-            self.restore()
-            rounds = [self._round(batch, sessions) for _ in range(count)]
-            turns.append(
-                Turn(rounds, {kind: self._spans(batch, sessions[kind]) for kind in _CUT if kind in sessions})
-            )
+        plain = self._turn(batch, sessions)[Kind.PLAIN][None]  # this also plans the calls
+        count, turns = (1 if plain > SLOW_MS else TURNS), list[Turn]()
+        while not turns or (len(turns) < count and time.monotonic() < end):
+            show(f"step times, turn {len(turns) + 1} of {count}", len(turns) / count)
+            turns.append(self._turn(batch, sessions))
         return summarized(turns)
 
-    def _round(self, batch: Any, sessions: Mapping[Kind, Session]) -> dict[Kind, float]:
-        converted = {kind: self._step_ms(batch, session) for kind, session in sessions.items()}
-        return {Kind.PLAIN: self._step_ms(batch), **converted}
+    def _turn(self, batch: Any, sessions: Mapping[Kind, Session]) -> Turn:
+        self.restore()
+        turn: dict[Kind, Spans] = {Kind.PLAIN: {None: self._step_ms(batch)}}
+        for kind, session in sessions.items():
+            turn[kind] = self._spans(batch, session) if kind in _CUT else {None: self._step_ms(batch, session)}
+        return turn
 
     def _session(self, policy: Policy) -> Session:
         return Session.of(self.model, policy, min_elements=MIN_ELEMENTS)
@@ -169,17 +154,18 @@ class StepTimer:
 
 
 def summarized(turns: Sequence[Turn]) -> StepTimes:
-    """Return first quartiles over turns, and their differences; of whole steps, medians over rounds."""
-    rounds = [ms for turn in turns for ms in turn.rounds]
-    plain = _quartile([ms[Kind.PLAIN] for ms in rounds])
+    """Return first quartiles over turns, and their differences; of whole steps, medians over turns."""
+    wholes = [{kind: sum(spans.values()) for kind, spans in turn.items()} for turn in turns]
+    plain = _quartile([ms[Kind.PLAIN] for ms in wholes])
+    paces = [plain / ms[Kind.PLAIN] for ms in wholes]
     whole = {
-        kind: plain * statistics.median([ms[kind] / ms[Kind.PLAIN] for ms in rounds]) for kind in rounds[0]
+        kind: statistics.median([pace * ms[kind] for pace, ms in zip(paces, wholes, strict=True)])
+        for kind in wholes[0]
     }
-    paces = [plain / statistics.median([ms[Kind.PLAIN] for ms in turn.rounds]) for turn in turns]
-    more = {kind: ms - whole[Kind.EXACT] for kind, ms in whole.items()}
+    more = {kind: ms - whole[Kind.CUT if kind in _CUT else Kind.EXACT] for kind, ms in whole.items()}
 
     def added(*kinds: Kind) -> dict[str, float]:
-        cut = [[turn.spans[kind] for kind in (Kind.EXACT, *kinds)] for turn in turns]
+        cut = [[turn[kind] for kind in (Kind.CUT, *kinds)] for turn in turns]
         return _added(cut, paces, sum(more[kind] for kind in kinds))
 
     packed = added(*[kind for kind in PACKED if kind in whole])
