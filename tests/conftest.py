@@ -34,9 +34,7 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # measurements collect by themselves: seldom is enough in between
     # The tests' tensors are small: threads would only wait for each other, and busily.
     torch.set_num_threads(1)
-    # No test asserts times, so a profile times as few steps as it may; by itself it goes on for 15 s.
-    step_time.SECONDS = step_time.SHARE = 0.0
-    step_time.FEWEST = step_time.ROUNDS = 1
+    step_time.TURNS = 1  # no test asserts times
 
 
 def pytest_collection_finish() -> None:

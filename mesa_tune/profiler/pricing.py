@@ -8,21 +8,22 @@ for it. So the first batch chooses, and only the others make the price.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mesa_tune.free_memory import free_memory
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, above_one_bit
 from mesa_tune.profiler.errors.amplification import Amplifications, Amplified, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.intervals import fitted_interaction
-from mesa_tune.profiler.errors.noise import Noise, OwnNoise, Parts, Shares
+from mesa_tune.profiler.errors.noise import OwnNoise, Parts, Shares
 from mesa_tune.profiler.errors.prices import Price
 from mesa_tune.profiler.errors.recorded import TRIES, Floats
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
@@ -36,6 +37,9 @@ from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.session import RawConversion, Session, session
 from mesa_tune.workload.workload import Workload
+
+_ROOM = 3
+"""Where so many times a step's peak are free, a recorded step may take twice as much."""
 
 Priced = TypeVar("Priced", LayerEntry, Derivation, ModuleEntry)
 
@@ -105,6 +109,7 @@ class Pricing:
             splits=number == 1 and not producers,
             screens=number == 0 and len(self.draws) > 1,
             tries=tries,
+            at_once=free_memory(self.workload.device)[0] > _ROOM * self.timeline.peak_bytes({}),
         )
         running = session(self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
@@ -310,26 +315,24 @@ def interactions(
 ) -> Iterator[tuple[int, float]]:
     """Yield bits and the interaction at them: the ratio of a policy, by batch, beside the sum of prices."""
     for bits, policy in policies.items():
-        assignment, draws = priced.assignment(policy), len(measured[bits])
-        active = priced.active(assignment)
-        costs = (priced.cost_of(map(priced.layer, group), assignment, active) for group in priced.groups)
-        units = [cost.ratios for cost in costs]
-        known = [unit for unit in units if unit is not None]
-        sums = [statistics.fmean(unit[:draws]) for unit in known] if len(known) == len(units) else []
-        factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
+        factor = fitted_interaction(_units(priced, policy, len(measured[bits])), fmean(measured[bits]))
         if factor:
             yield bits, factor
 
 
-def calibrated(priced: Profile, policy: Policy | None, noise: Noise) -> Profile:
-    """Return the profile with prices that predict for `policy` the noise ratio that was measured.
+def _units(priced: Profile, policy: Policy, batches: int) -> list[float]:
+    """Return the ratio of each group of layers, its mean over so many batches; none if one is unknown."""
+    assignment = priced.assignment(policy)
+    active = priced.active(assignment)
+    units = [priced.cost_of(map(priced.layer, group), assignment, active).ratios for group in priced.groups]
+    known = [fmean(unit[:batches]) for unit in units if unit is not None]
+    return known if len(known) == len(units) else []
 
-    Few batches make the prices; `noise` was measured on more.
-    """
-    if policy is None or noise.errors is None:
-        return priced
-    predicted = priced.noise_ratio(priced.assignment(policy))
-    factor = noise.own.ratio(noise.errors) / predicted if predicted else 0.0
+
+def calibrated(priced: Profile, policy: Policy | None, measured: Sequence[float]) -> Profile:
+    """Return the profile with prices that predict for `policy` the ratio `measured` on their batches."""
+    predicted = sum(_units(priced, policy, len(measured))) if policy is not None and measured else 0.0
+    factor = fmean(measured) / predicted if predicted else 0.0
     if not 0 < factor < math.inf:  # also NaN
         return priced
     tiled = priced.tiled and replace(priced.tiled, modules=_times(priced.tiled.modules, factor))

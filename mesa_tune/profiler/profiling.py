@@ -29,9 +29,10 @@ from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS
-from mesa_tune.profiler.errors.joint_error import JointError, representatives
-from mesa_tune.profiler.errors.noise import Noise, OwnNoise
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.noise import OwnNoise
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
+from mesa_tune.profiler.errors.sliced_noise import noise_of_steps
 from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing, calibrated, interactions
@@ -57,6 +58,7 @@ SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.02
 """A partial profile is saved after so many seconds, or more seldom: saving takes this share of the time."""
 _INTERACTION_DRAWS = 3
 _WHOLE_BITS = 4
+_WATCHED_STEPS = 3
 _CHECKPOINT_DRAWS = 3
 _TIMED_STEPS = 30
 """About so many steps are timed, of models whose steps are slow."""
@@ -118,7 +120,7 @@ class _Profiling:
     end: float
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
-    noise: Noise = field(init=False)
+    measured_ratios: list[float] = field(default_factory=list)
 
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
@@ -172,7 +174,7 @@ class _Profiling:
             note = f"time was up: errors were measured on {counted(self.seeds, 'batch')}"
             traced = replace(traced, notes=(*traced.notes, note))
         policy = next(self._uniform(_WHOLE_BITS), None)
-        return calibrated(self._assembled(traced, partial=False), policy, self.noise)
+        return calibrated(self._assembled(traced, partial=False), policy, self.measured_ratios)
 
     def _has_time(self, traced: Profile) -> bool:
         """Return whether there is time left besides that which the times of steps take."""
@@ -189,27 +191,25 @@ class _Profiling:
         return [self.pricing.draws[number] for number in self.priced_on]
 
     def _with_noise(self, traced: Profile) -> Profile:
-        """Return the profile with the noise of the batches; let those that stand for all make the prices."""
+        """Return the profile with the noise of the batches."""
         clock, names = clock_of(self.workload.device), (*traced.timeline.modules, *traced.parts)
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
+        joint = JointError(self.workload, self.model)
         with self.watch.watching():
-            policy = next(self._uniform(_WHOLE_BITS), None)
-            joint = JointError(self.workload, self.model)
             joint.take_first_steps()
-            goes_on = partial(self._has_time, traced)
-            noise = joint.noise(policy, fewest=self.seeds, show=self.show, goes_on=goes_on)
-        draws = self.pricing.draws
-        if noise.norms and self.seeds > 1:
-            draws = (0, *[1 + position for position in representatives(noise.norms[1:], self.seeds - 1)])
-        self.noise, self.pricing = noise, replace(self.pricing, draws=draws, own=noise.own)
+            for draw in range(_WATCHED_STEPS):
+                joint.exact_at(draw)
+        goes_on = partial(self._has_time, traced)
+        noise = noise_of_steps(joint, fewest=self.seeds, show=self.show, goes_on=goes_on)
+        self.pricing = replace(self.pricing, own=noise.own)
         notes = (*traced.notes, *joint.notes, *noise.own.notes)
         return replace(traced, gradient_noise=noise.relative, parameters=noise.own.parameters, notes=notes)
 
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""
-        own = self.noise.own
+        own = self.pricing.own
         floor = JointError(self.workload, self.model, own=own).floor(self._price_draws[0])
-        policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
+        policies = {bits: policy for bits in (*LOW_BITS, _WHOLE_BITS) for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
         modules = ModulePricing(self.watch, whole(traced.timeline.modules))
         tiled, forwards = traced.tiled, self.workload.accumulation
@@ -224,6 +224,8 @@ class _Profiling:
                 modules.measure(joint, draw)
                 parts.measure(joint, draw)
         priced = self._assembled(traced, partial=True)
+        self.measured_ratios = measured.pop(_WHOLE_BITS, [])
+        policies.pop(_WHOLE_BITS, None)
         return replace(
             traced,
             error_floor=floor.ratio,

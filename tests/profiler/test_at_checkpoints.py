@@ -54,7 +54,7 @@ def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> 
     there = replace(work, model=trained, checkpoints=())
     joint, pairs = JointError(there), [(draw, first_seed + draw) for draw in range(draws)]
     error, noise = mean_error(joint, POLICY, pairs), joint.noise()
-    own = OwnByHand(there.build(), gradients_of(there, range(len(noise.norms))))
+    own = OwnByHand(there.build(), gradients_of(there, range(noise.count)))
     changes = [
         gradients_of(there, [draw], POLICY, seed) - gradients_of(there, [draw]) for draw, seed in pairs
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 import mesa_tune as mt
 from mesa_tune.files import dump_json
-from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError, representatives
+from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError
 from mesa_tune.profiler.errors.noise import Noise, OwnNoise, ParameterNoise, Parts
+from mesa_tune.profiler.errors.sliced_noise import noise_of_steps
 from tests.builders import known, workload
 from tests.profiler.by_hand import OwnByHand, gradients_of
 from tests.profiler.models import three_classes
@@ -75,9 +75,9 @@ def test_noise_takes_more_steps_where_gradients_vary_more() -> None:
 
         return workload(lambda: nn.Linear(32, 8), batch, squares, batch_size=256)
 
-    steady, varying = (JointError(work(spread)).noise().norms for spread in (0.0, 4.0))
-    assert (len(steady), len(varying)) == (FEWEST_NOISE_STEPS, NOISE_STEPS)
-    assert len(JointError(work(0.0)).noise(fewest=20).norms) == 24
+    steady, varying = (JointError(work(spread)).noise().count for spread in (0.0, 4.0))
+    assert (steady, varying) == (FEWEST_NOISE_STEPS, NOISE_STEPS)
+    assert JointError(work(0.0)).noise(fewest=20).count == 24
 
 
 def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
@@ -85,11 +85,6 @@ def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
     errors = joint.errors(policy, pairs)
     assert joint.noise() == JointError(classifying()).noise()
     assert [one.error for one in joint.errors(policy, pairs)] == [one.error for one in errors]
-    norms = joint.noise().norms
-    table = gradients_of(classifying(), range(len(norms)))
-    own = OwnByHand(classifying().build(), table)
-    sizes = [own.ratio(row) for row in table[:3]]
-    assert (norms[1] + norms[2]) / 2 / norms[0] == pytest.approx((sizes[1] + sizes[2]) / 2 / sizes[0])
 
 
 def test_accumulation_averages_noise_away() -> None:
@@ -110,12 +105,19 @@ def test_both_ratios_are_those_of_many_batches(profile: mt.Profile, check: mt.Ve
     assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
 
 
-def test_prices_of_few_batches_predict_the_error_that_many_have(profile: mt.Profile) -> None:
+def test_prices_predict_the_error_of_whole_steps_on_their_batches(profile: mt.Profile) -> None:
+    """The only batch that prices has the number 1."""
     work, policy = classifying(), mt.Policy.uniform(level=16)
-    joint = JointError(work)
-    steps = len(joint.noise().norms)
-    measured = own_of(work, steps).mean_ratio(changes_of(work, policy, range(1, steps, 2)))
+    changes = changes_of(work, policy, range(1, 2))
+    measured = known(profile.own_noise).ratio(Parts(work.build()).squares(split(work, changes[0])))
     assert profile.predict(policy).gradient_noise_ratio == pytest.approx(measured, rel=1e-4)
+
+
+def split(work: mt.Workload, row: Tensor) -> list[Tensor]:
+    """A row of `gradients_of` as the gradients of the parameters."""
+    parameters = [one for one in work.build().parameters() if one.requires_grad]
+    pieces = row.split([one.numel() for one in parameters])
+    return [piece.view_as(one) for piece, one in zip(pieces, parameters, strict=True)]
 
 
 def uneven(size: int) -> tuple[Tensor, Tensor]:
@@ -147,9 +149,10 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
 
 def test_it_is_in_the_documents(profile: mt.Profile) -> None:
     document = json.loads(json.dumps(profile.to_dict()))
-    assert document["gradient_noise"] == JointError(classifying()).noise().relative
+    noise = noise_of_steps(JointError(classifying()))
+    assert document["gradient_noise"] == noise.relative
     assert mt.Profile.from_dict(document).own_noise == profile.own_noise
-    assert known(profile.own_noise) == JointError(classifying()).noise().own
+    assert known(profile.own_noise) == noise.own
     del document["gradient_noise"]
     assert mt.Profile.from_dict(document).predict(mt.Policy.uniform(level=16)).gradient_noise_ratio is None
     plan = mt.search_policy(profile, profile.peak_bytes, max_saved=profile.saved_bytes // 3)
@@ -170,37 +173,8 @@ def test_batches_that_are_all_the_same_have_no_ratio() -> None:
     assert known(predicted.gradient_error) > 0
     assert known(profile.noise_ratio(profile.assignment(policy))) > 0
     own = OwnNoise((ParameterNoise("weight", 100, 2.0),))
-    assert Noise(0.5, own, (), np.array([4e-3])).measured_ratio == pytest.approx(2e-3)
-    assert Noise(0.5, own, ()).measured_ratio is None
-
-
-def test_batches_that_stand_for_all_have_their_mean_norm() -> None:
-    """Of 24 batches, two have most of the gradient's squared norm."""
-    norms = [0.3 + 0.02 * (7 * number % 22) for number in range(22)] + [5.8, 3.1]
-    for count in (4, 6, 8):
-        chosen = representatives(norms, count)
-        mean = statistics.fmean(norms[position] for position in chosen)
-        assert len(set(chosen)) == count
-        assert 1 < mean / statistics.fmean(norms) < 1.8
-    assert representatives(norms, 99) == list(range(24))
-
-
-def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
-    """Every eighth batch is twice the others, and its gradient four times."""
-
-    def batch(size: int) -> Tensor:
-        scale = 2.0 if torch.rand(()) < 1 / 8 else 1.0
-        return scale * torch.randn(size, 32)
-
-    model = lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8))  # noqa: E731
-    work = workload(model, batch, squares, batch_size=64)
-    profile = mt.profile(work, options=[mt.LayerSettings(level=4, group_size=64)], seeds=5)
-    ratios = profile.layer("2").options[0].price_ratios
-    assert max(ratios) > 2 * statistics.fmean(ratios)
-    uniform, draws = mt.Policy.uniform(level=4), range(500, 548)
-    own = OwnByHand(work.build(), gradients_of(work, draws))
-    measured = own.mean_ratio(changes_of(work, uniform, draws))
-    assert 0.8 < known(profile.predict(uniform).gradient_noise_ratio) / measured < 2.5
+    assert Noise(0.5, own, 2, np.array([4e-3])).measured_ratio == pytest.approx(2e-3)
+    assert Noise(0.5, own, 2).measured_ratio is None
 
 
 def adapting(**step: Any) -> mt.Workload:
@@ -376,13 +350,13 @@ def test_the_noise_of_gradients_in_16_bits_is_that_of_their_values() -> None:
         assert Parts(net).squares(first, second).tolist() == pytest.approx(exact, rel=1e-12)
     work = workload(lambda: nn.Linear(64, 64).bfloat16(), lambda n: torch.randn(n, 64).bfloat16(), squares)
     noise = JointError(work).noise()
-    own = own_of(work, len(noise.norms))
+    own = own_of(work, noise.count)
     assert [one.noise for one in noise.own.parameters] == pytest.approx(own.variances.tolist(), rel=1e-4)
 
 
 def test_verify_names_the_parameter_with_the_largest_own_ratio(check: mt.Verification) -> None:
     work, policy = classifying(), mt.Policy.uniform(level=4)
-    steps = len(JointError(work).noise(first=500_000).norms)
+    steps = JointError(work).noise(first=500_000).count
     draws = range(500_000, 500_000 + steps)
     by_hand = OwnByHand(work.build(), gradients_of(work, draws))
     changes = changes_of(work, policy, draws[1::2])

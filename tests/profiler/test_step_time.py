@@ -26,7 +26,6 @@ from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, time
 from mesa_tune.profiler.timing.option_times import smoothed
 from mesa_tune.profiler.timing.step_meter import StepMeter
 from mesa_tune.profiler.timing.step_time import (
-    TURNS,
     Spans,
     StepTimer,
     StepTimes,
@@ -139,9 +138,10 @@ def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
 def test_no_turn_begins_when_the_time_is_over(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(step_time, "summarized", lambda turns: counted.append(len(turns)))
+    monkeypatch.setattr(step_time, "TURNS", 3)
     for seconds in (0.0, 3600.0):
         timer.times({Kind.EXACT: mt.Policy(())}, seconds)
-    assert counted == [1, TURNS]
+    assert counted == [1, 3]
 
 
 def test_slow_steps_have_one_turn(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,9 @@ def test_slow_steps_have_one_turn(timer: StepTimer, monkeypatch: pytest.MonkeyPa
     assert shown == ["step times, 3 kinds of steps", "step times, turn 1 of 1"]
 
 
-def test_only_steps_of_layers_that_compress_are_cut(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_steps_of_layers_that_compress_are_cut(
+    timer: StepTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns: list[Turn] = []
     monkeypatch.setattr(step_time, "summarized", turns.extend)
     timer.times(POLICIES, 0.0)

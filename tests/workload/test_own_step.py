@@ -206,7 +206,7 @@ class _Summing(torch.optim.SGD):
 
 
 def gradient(name: str) -> Tensor:
-    found = JointError(of_step(name))._exact_at(0)[1]
+    found = JointError(of_step(name)).exact_at(0)[1]
     return torch.cat([part.flatten() for part in found if part is not None])
 
 

@@ -24,7 +24,7 @@ Amplified = tuple[str, Any]
 Rows = tuple[tuple[Any, ...], ...]
 """Amplifications as plain values: layer, kind and 1 bit (see `Sensitivity`), pairs of batch and values."""
 
-LAYERS = 8
+LAYERS = 4
 """The first batch measures the amplifications of all groups of layers, each later one of so many or more."""
 _PRIOR = 4
 """A factor is averaged with so many ones, because the first few ratios say little."""

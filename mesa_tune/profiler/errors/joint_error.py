@@ -114,7 +114,7 @@ class JointError:
         """Return the parameters whose gradients are zero, but computed, on each of some batches."""
         silent = self.parts.whole_names
         for draw in range(first, first + _LOOKS):
-            _, gradient = self._exact_at(draw)
+            _, gradient = self.exact_at(draw)
             zero = {
                 name for name, part in zip(self.parts.whole_names, gradient, strict=True) if _is_zero(part)
             }
@@ -147,7 +147,7 @@ class JointError:
 
     def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
         """Return the exact gradient of a step, and that under `policy`."""
-        batches, exact = self._exact_at(draw)
+        batches, exact = self.exact_at(draw)
         return exact, self._compressed(policy, batches, draw, seed)
 
     def _compressed(self, policy: Policy, batches: Sequence[Any], draw: int, seed: int) -> Gradient:
@@ -174,13 +174,13 @@ class JointError:
             if conversion is not None and conversion.waits:
                 loss.backward()
 
-    def _exact_at(self, draw: int) -> tuple[list[Any], Gradient]:
+    def exact_at(self, draw: int) -> tuple[list[Any], Gradient]:
         """Return a step's batches and its exact gradient, whose squared norm is kept; some are cached."""
         if draw not in self._exact:
             while len(self._exact) >= _CACHED_DRAWS:
                 self._exact.popitem()  # the latest, because pairs come in the same order again
             batches = self._batches(draw)
-            gradient = self._gradient(batches, draw, None, 0)
+            gradient = self.gradient(batches, draw)
             size = float(self.parts.squares(gradient).sum())
             if size == 0:
                 raise self.workload.step_error(
@@ -201,7 +201,7 @@ class JointError:
 
         It comes from kernels that are not deterministic, and from formulas that compute in another order.
         """
-        batches, exact = self._exact_at(draw)
+        batches, exact = self.exact_at(draw)
         with session(self.model, Policy.parse(""), kind=RawConversion) as running:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return self.relative(self.parts.squares(gradient, exact), draw)
@@ -252,11 +252,11 @@ class JointError:
         return [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
 
     def _exact_gradient(self, draw: int) -> Gradient:
-        return (
-            self._exact[draw][1]
-            if draw in self._exact
-            else self._gradient(self._batches(draw), draw, None, 0)
-        )
+        return self._exact[draw][1] if draw in self._exact else self.gradient(self._batches(draw), draw)
+
+    def gradient(self, batches: Sequence[Any], draw: int) -> Gradient:
+        """Return the exact gradient of a step on these micro-batches, with the random states of `draw`."""
+        return self._gradient(batches, draw, None, 0)
 
     def _gradient(
         self, batches: Sequence[Any], draw: int, policy: Policy | None, rounding_seed: int
@@ -303,21 +303,6 @@ def _is_known(sizes: Sequence[float]) -> bool:
     if len(sizes) < FEWEST_NOISE_STEPS or len(sizes) % 8:
         return False
     return statistics.stdev(sizes) <= _NOISE_ERROR * math.sqrt(len(sizes)) * statistics.fmean(sizes)
-
-
-def representatives(norms: Sequence[float], count: int) -> list[int]:
-    """Return the positions of `count` batches that stand for all, in order; `norms`: their ‖g_b‖².
-
-    Where few batches have far larger gradients than the others, their errors are larger, too, and are most
-    of the mean error. So the batches are sorted by their norms and divided into equal parts, and of each part
-    the one nearest to its mean is taken (a stratified sample); of the last part one that is at least its
-    mean, because a few large ones may be nearest to none.
-    """
-    values = np.asarray(norms)
-    *parts, last = np.array_split(np.argsort(values, kind="stable"), min(count, len(values)))
-    chosen = [part[np.abs(values[part] - values[part].mean()).argmin()] for part in parts]
-    chosen.append(next(position for position in last if values[position] >= values[last].mean() * (1 - 1e-9)))
-    return sorted(map(int, chosen))
 
 
 def _needs_first_step(policy: Policy) -> bool:

@@ -9,7 +9,6 @@ those of a bias before batch norm, have hardly any noise: it counts as at least 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -286,14 +285,14 @@ def _cut(parameter: nn.Parameter, weight: nn.Parameter | None = None) -> tuple[i
 class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
-    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖², of all parameters together. `own`: of each. `norms`:
-    the squared norm of each g_b, weighted as errors are, over their mean. `errors`: mean ‖ĝ − g‖² of each
-    part under the policy that was measured; None if none was.
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖², of all parameters together. `own`: of each. `count`:
+    number of gradients that show it. `errors`: mean ‖ĝ − g‖² of each part under the policy that was measured;
+    None if none was.
     """
 
     relative: float
     own: OwnNoise
-    norms: tuple[float, ...]
+    count: int
     errors: Floats | None = None
 
     @property
@@ -307,15 +306,27 @@ class Noise:
         return None if self.errors is None else self.own.worst(self.errors)
 
 
-def noise_of(parts: Parts, squares: Sequence[Floats], total: Floats, errors: Sequence[Floats]) -> Noise:
-    """Return the noise of gradients, from squared norms by part: of each, of their sum, of errors."""
+def noise_of(
+    parts: Parts,
+    squares: Sequence[Floats],
+    total: Floats,
+    errors: Sequence[Floats],
+    *,
+    slices: int = 1,
+    micro_batches: int = 1,
+) -> Noise:
+    """Return the noise of steps' gradients, from squared norms by part: of each, of their sum, of errors.
+
+    `slices`: the squared norms are those of slices of a micro-batch, whose gradient is the mean of so many;
+    the gradient of a step is then the sum of those of its `micro_batches`.
+    """
     count, size = len(squares), np.mean(squares, axis=0)
     scattered = np.maximum(0.0, count * size - total / count) / max(1, count - 1)
+    if slices > 1:
+        noise = micro_batches * scattered / slices
+        size, scattered = micro_batches**2 * np.maximum(0.0, size - scattered) + noise, noise
     mean = float(size.sum())
     relative = float(scattered.sum()) / mean if mean > 0 else 0.0
     is_known = count > 1 and relative >= NO_NOISE
     own = parts.own_noise(scattered, size) if is_known else parts.own_noise(size, size, is_known=False)
-    sizes = [own.ratio(each) for each in squares]
-    middle = statistics.fmean(sizes)
-    norms = tuple([each / middle for each in sizes]) if middle > 0 else ()
-    return Noise(relative, own, norms, np.mean(errors, axis=0) if errors else None)
+    return Noise(relative, own, count, np.mean(errors, axis=0) if errors else None)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
+from mesa_tune.codecs.rows import expected_square
 from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.registry import registry
 from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.errors.expected_rows import expected_square
 
 Floats = NDArray[np.float64]
 Difference = dict[nn.Parameter, Tensor]

@@ -1,7 +1,7 @@
 """The exact run of a step that is recorded: replays of its calls, and their incoming gradients in parts.
 
-What is hard: incoming gradients of all calls take about as much memory as what the step saves. So one part of
-them is alive at a time, and a further backward records the next part.
+What is hard: incoming gradients of all calls take about as much memory as what the step saves. So where
+memory is scarce, one part of them is alive at a time, and a further backward records the next part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Recording(Observer):
     """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
 
     `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: the backward of the
-    loss is recorded. A backward that runs inside the loss, as in adversarial training, is not.
+    loss is recorded. A backward that runs inside the loss, as in adversarial training, is not. `at_once`: all
+    incoming gradients are alive at a time.
     `sizes`: for each layer, the bytes of its incoming gradients. `wanted`: the layers that have these now.
     """
 
@@ -39,6 +40,7 @@ class Recording(Observer):
     sizes: Counter[str] = field(default_factory=Counter)
     wanted: frozenset[str] = frozenset()
     open: bool = False
+    at_once: bool = False
     changed: tuple[str, Spec, Tensor] | None = None
     wants_tensors = True
 
@@ -46,7 +48,10 @@ class Recording(Observer):
         if self.open:
             self.replays.setdefault(replay.layer, []).append(replay)
             self.sizes[replay.layer] += replay.grad.nbytes
-            replay.grad = _FREED
+            if self.at_once:
+                self.wanted |= {replay.layer}
+            else:
+                replay.grad = _FREED
         elif replay.layer in self.wanted:
             known = next(known for known in self.replays[replay.layer] if known.node is replay.node)
             known.grad = replay.grad

@@ -12,8 +12,7 @@ norms), is about the same for all options of more than 1 bit (measured on small 
 17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the amplification of all options of
 its kind: its own would vary more by chance, and a solver would choose the lucky ones. Where others derive
 what a layer stores, its amplification is the same, too.
-And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
-is alive at a time, and a further backward records the next part.
+And the incoming gradients of all calls take about as much memory as what the step saves: see `recording`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Sensitivity:
     `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
     that is a bias, with a second rounding seed. `screens`: the errors only choose options. `tries`: how often
     tensors are stored and restored for their times. `amplifications`: those that are known, which are not
-    measured. The forward must
+    measured. `at_once`: see `Recording`. The forward must
     run in a session of `RawConversion`, and be observed by `recording`. `own`: beside which errors count.
     `shares`: on which parts the error of each layer falls.
     """
@@ -81,12 +80,13 @@ class Sensitivity:
         splits: bool = False,
         screens: bool = False,
         tries: int = TRIES,
+        at_once: bool = False,
     ) -> None:
         self.parts, self.own = parts, own
         self.parameters = parts.parameters
         self.seed, self.splits, self.screens, self.tries = seed, splits, screens, tries
         self.sizes: dict[Any, float] = {}
-        self.recording = Recording()
+        self.recording = Recording(at_once=at_once)
         self.outputs: Sequence[Tensor] = ()
         self.gradients: Sequence[Tensor] = ()
         self.exact: Difference = {}

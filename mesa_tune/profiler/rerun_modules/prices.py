@@ -1,9 +1,10 @@
 """Prices of modules that run again in backward from their packed inputs (`store: recompute`).
 
-What is hard: each error takes a whole step, and a model has many modules. So the error of each is measured
-at one level on one batch, and of some at a second one. On other batches it is in proportion to the sum of
-the errors of the layers inside (on a digits ViT, the standard deviation of their ratio is 0.1 of it, where
-errors vary by 0.45); at other levels to a power of it. For rounding that changes which units of a
+What is hard: each error takes a whole step, and a model has many modules. So of modules that are alike the
+first and the last are measured, on one batch and at two levels. In the others, on other batches and at other
+levels, errors are in proportion to the sum of those of the layers inside (on a digits ViT, the standard
+deviation of their ratio is 0.1 of it from batch to batch, where errors vary by 0.45), at other levels to a
+power of it. For rounding that changes which units of a
 ReLU are on adds an error in proportion to the step of rounding, not to its square: in a small ResNet, 256
 levels erred 13 to 24 times more than a square predicts from 16 levels. All else is seen by hooks during steps
 that are taken anyway.
@@ -12,11 +13,12 @@ that are taken anyway.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ from mesa_tune.profiler.entries import REFERENCE_GROUP, Option, above_one_bit, k
 from mesa_tune.profiler.errors.derivation import continued
 from mesa_tune.profiler.errors.intervals import Ratios
 from mesa_tune.profiler.errors.joint_error import GradientError, JointError
-from mesa_tune.profiler.errors.noise import Shares, shares_of
+from mesa_tune.profiler.errors.noise import Shares, shares_of, summed
 from mesa_tune.profiler.errors.recorded import Floats, squared_norm, stored
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
 from mesa_tune.profiler.profile import Profile
@@ -44,8 +46,6 @@ from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.workload.clock import Clock, Mark
 
 _MEASURED_BITS = 4
-_AT_TWO_LEVELS = 4
-"""About so many of the modules are measured at the second level; the others follow their mean power."""
 _LARGEST_POWER = 1.5
 
 
@@ -122,6 +122,12 @@ class BlockWatch:
             if seen.packed and seen.returns_gradients and len(seen.calls) == self.forwards:
                 yield name
 
+    def likeness(self, name: str) -> Any:
+        """Return what modules have in common that are alike: class, parameters, and inputs."""
+        module, seen = modules_by_name(self.model)[name], self.seen[name]
+        shapes = [(part, parameter.shape) for part, parameter in module.named_parameters()]
+        return type(module), tuple(shapes), seen.exact_bytes, tuple(seen.packed)
+
     def forward_ms(self, name: str, forwards: int) -> float:
         """Return the milliseconds of the block's forward in a step of so many forwards."""
         marks = [mark for call in self.seen[name].calls for mark in call]
@@ -159,46 +165,72 @@ class ModulePricing:
         finest = max(watch.options, key=lambda option: option.level, default=None)
         self.tried = tuple(filter(None, (reference, finest)))
         names = [name for name in watch.rerunnable() if name in modules] if watch.options else []
-        every = max(1, len(names) // _AT_TWO_LEVELS)
-        self.wanted = {name: self.tried[: 1 if number % every else 2] for number, name in enumerate(names)}
+        self.alike: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            self.alike[watch.likeness(name)].append(name)
         self.errors: dict[str, dict[LayerSettings, GradientError]] = {}
         self.shares: dict[str, Shares] = {}
 
     def measure(self, joint: JointError, draw: int) -> None:
-        """Measure the errors of each block that can run again, on the batch `draw`, the first that prices."""
-        for name, options in self.wanted.items():
-            measured: dict[LayerSettings, GradientError] = {}
-            for option in options:
-                squares = _squares(joint, Policy.parse("").rerunning({name: option}), draw)
-                if squares is None:
-                    break
-                measured[option] = joint.relative(squares, draw)
-                if joint.own is not None:
-                    self.shares.setdefault(name, shares_of(joint.own, squares))
-            else:
-                self.errors[name] = measured
+        """Measure errors of modules that can run again, on the batch `draw`, the first that prices."""
+        for names in self.alike.values():
+            for name in dict.fromkeys((names[0], names[-1])):
+                measured: dict[LayerSettings, GradientError] = {}
+                for option in self.tried:
+                    squares = _squares(joint, Policy.parse("").rerunning({name: option}), draw)
+                    if squares is None:
+                        break
+                    measured[option] = joint.relative(squares, draw)
+                    if joint.own is not None:
+                        self.shares.setdefault(name, shares_of(joint.own, squares))
+                else:
+                    self.errors[name] = measured
 
     def entries(self, priced: Profile, forwards: int) -> Iterator[ModuleEntry]:
-        """Yield the prices. `priced`: has the errors of layers; `forwards`: number of them in a step."""
-        powers = {
-            name: _power([each.ratio for each in measured.values()], self._sizes(name, self.tried, priced))
-            for name, measured in self.errors.items()
-            if len(measured) > 1
-        }
-        common = fmean(powers.values()) if powers else 1.0
-        for name in self.errors:
-            seen, power = self.watch.seen[name], powers.get(name, common)
-            options = [self._priced(name, option, priced, power) for option in self.watch.options]
-            ms = self.watch.forward_ms(name, forwards)
-            yield ModuleEntry(name, _input_bytes(seen, None), ms, tuple(options), self.shares.get(name, ()))
+        """Yield the prices. `priced`: has the errors of layers; `forwards`: number of them in a step.
 
-    def _priced(self, name: str, settings: LayerSettings, priced: Profile, power: float) -> Option:
+        A module of which one that is alike could not run again has none.
+        """
+        for names in self.alike.values():
+            measured = [name for name in dict.fromkeys((names[0], names[-1])) if name in self.errors]
+            for name in names if measured else ():
+                like = name if name in self.errors else None if name in (names[0], names[-1]) else measured[0]
+                if like is not None:
+                    yield self._entry(name, like, priced, forwards)
+
+    def _entry(self, name: str, like: str, priced: Profile, forwards: int) -> ModuleEntry:
+        """Return the price of a module whose errors are in proportion to those of one that was measured."""
+        seen, errors = self.watch.seen[name], self.errors[like]
+        reference = self.tried[0]
+        sizes = self._sizes(like, self.tried, priced)
+        power = _power([each.ratio for each in errors.values()], sizes) if len(errors) > 1 else 1.0
+        own = self._sizes(name, (reference,), priced)[0]
+        factor = own / sizes[0] if sizes[0] > 0 else 1.0
+        measured = {
+            option: GradientError(factor * one.error, factor * one.ratio) for option, one in errors.items()
+        }
+        options = [self._priced(name, option, priced, power, measured) for option in self.watch.options]
+        if like != name:
+            options = [replace(option, measured=False) for option in options]
+        shares = self.shares.get(like, ()) if like == name else _shares_inside(name, reference, priced)
+        ms = self.watch.forward_ms(name, forwards)
+        return ModuleEntry(name, _input_bytes(seen, None), ms, tuple(options), shares)
+
+    def _priced(
+        self,
+        name: str,
+        settings: LayerSettings,
+        priced: Profile,
+        power: float,
+        measured: Mapping[LayerSettings, GradientError],
+    ) -> Option:
         """Return the price of `settings`, by batch in proportion to a power of those of layers inside."""
-        measured, reference = self.errors[name], self.tried[0]
+        reference = self.tried[0]
         size, tried = self._sizes(name, (settings, reference), priced)
         scale = (size / tried) ** power if settings not in measured and min(size, tried) > 0 else 1.0
         error = measured.get(settings, measured[reference])
-        option = self._option(name, settings, GradientError(scale * error.error, scale * error.ratio))
+        error = GradientError(scale * error.error, scale * error.ratio)
+        option = self._option(name, settings, error, measured=settings in measured)
         own = _own(name, settings, priced)
         return continued(option, own) if own and _own(name, reference, priced) else option
 
@@ -212,7 +244,7 @@ class ModulePricing:
             return [sum(ratios[0] for ratios in layers) for layers in own]
         return [(one.level - 1) ** -2 for one in options]
 
-    def _option(self, name: str, settings: LayerSettings, error: GradientError) -> Option:
+    def _option(self, name: str, settings: LayerSettings, error: GradientError, *, measured: bool) -> Option:
         seen = self.watch.seen[name]
         tensor_error, encode_ms, decode_ms = seen.rounding[settings]
         # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
@@ -223,7 +255,7 @@ class ModulePricing:
             tensor_error=tensor_error if packed else 0.0,
             gradient_error=error.error,
             ratios=(error.ratio,),
-            measured=settings in self.errors[name],
+            measured=measured,
             encode_ms=encode_ms if packed else 0.0,
             decode_ms=decode_ms if packed else 0.0,
             screened=False,
@@ -252,6 +284,18 @@ def _own(name: str, option: LayerSettings, priced: Profile) -> list[Ratios]:
     inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
     priced_like = (layer.like(plain) for layer in inside)
     return [like.price_ratios for like in priced_like if like is not None and any(like.price_ratios)]
+
+
+def _shares_inside(name: str, option: LayerSettings, priced: Profile) -> Shares:
+    """Return on which parameters the errors of the layers inside a module fall, together."""
+    plain = replace(option, store="quantize")
+    inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
+    ratios = [
+        (layer.shares, like.price_ratios[0]) for layer in inside if (like := layer.like(plain)) is not None
+    ]
+    total = sum(ratio for _, ratio in ratios)
+    own = summed(ratios, len(priced.parameters)) / total if total > 0 else np.zeros(0)
+    return tuple((int(part), float(own[part])) for part in np.flatnonzero(own))
 
 
 def _input_bytes(seen: _Seen, settings: LayerSettings | None) -> int:

@@ -129,7 +129,8 @@ class StepTimer:
         self.restore()
         turn: dict[Kind, Spans] = {Kind.PLAIN: {None: self._step_ms(batch)}}
         for kind, session in sessions.items():
-            turn[kind] = self._spans(batch, session) if kind in _CUT else {None: self._step_ms(batch, session)}
+            is_cut = kind in _CUT
+            turn[kind] = self._spans(batch, session) if is_cut else {None: self._step_ms(batch, session)}
         return turn
 
     def _session(self, policy: Policy) -> Session:

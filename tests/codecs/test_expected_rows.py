@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, rows
+from mesa_tune.codecs.rows import expected_square
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.errors.expected_rows import expected_square
 from tests.builders import known, workload
 
 pytestmark = pytest.mark.usefixtures("without_variants")
