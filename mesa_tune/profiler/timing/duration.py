@@ -12,16 +12,14 @@ from collections.abc import Callable
 
 from mesa_tune.units import counted
 
-_LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 2.2, 0.25
+_LEAST_S, _SHARE, _SHARE_PER_BATCH = 3.0, 1.2, 0.15
 """Seconds that any profile takes, and multiples of the tracing: for the first batch, and for each further.
 
-Of `profile --fast` on one core of a busy machine, tracing and the rest of the digits ViT took 14 s and 58 s,
-of a GPT-2 on text 151 s and 401 s. The last number is of profiles that traced half as many steps: a full
-profile of the digits ViT took 13 s and 118 s.
+A digits ViT, whose step takes 0.06 s, took 6 s and then 14 s for seven batches.
 """
-_STEPS, _STEPS_PER_BATCH = 110, 13
-"""Steps in the time of a profile: for the first batch, and for each further. A Llama with LoRA whose step
-takes 0.85 s took 137 s for four batches."""
+_STEPS, _STEPS_PER_BATCH = 110, 10
+"""Steps in the time of a profile: for the first batch, and for each further. A GPT-2 of four layers took as long
+as 169 steps for seven batches."""
 
 
 def remaining_s(traced_s: float, step_ms: float, batches: int) -> float:
@@ -34,9 +32,10 @@ def remaining_text(traced_s: float, step_ms: float, batches: int, options: int) 
     """Return `remaining_s` in words, with what takes the time."""
     seconds = remaining_s(traced_s, step_ms, batches)
     minutes = round(seconds / 60)
-    amount = f"{round(seconds, -1):.0f} s" if seconds < 100 else f"{minutes} min"
+    amount = f"{max(10, round(seconds, -1)):.0f} s" if seconds < 100 else f"{minutes} min"
+    steps = f", as long as {float(f'{1e3 * seconds / step_ms:.2g}'):.0f} training steps" if step_ms else ""
     on = counted(batches, "batch")
-    return f"about {amount} to go, for {options} settings of each layer on {on}, noise and times"
+    return f"about {amount} to go{steps}: {options} settings of each layer on {on}, noise and times"
 
 
 def announcing(say: Callable[[str], None], batches: int, options: int) -> Callable[[float], None]:
