@@ -20,12 +20,12 @@ from mesa_tune.free_memory import free_memory
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, above_one_bit
-from mesa_tune.profiler.errors.amplification import Amplifications, Amplified, is_measured
+from mesa_tune.profiler.errors.amplification import Amplifications, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.intervals import fitted_interaction
 from mesa_tune.profiler.errors.noise import OwnNoise, Parts, Shares
 from mesa_tune.profiler.errors.prices import Price
-from mesa_tune.profiler.errors.recorded import TRIES, Floats
+from mesa_tune.profiler.errors.recorded import TRIES
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
@@ -33,6 +33,7 @@ from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.workload.batches import select
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.session import RawConversion, Session, session
@@ -81,7 +82,7 @@ class LayerPrices(NamedTuple):
 class Pricing:
     """Measures prices on a traced workload, beside the parameters' `own` noise.
 
-    `draws`: of the batches, of which the first screens.
+    `draws`: of the batches, of which the first screens. `slices`: see `Noise`.
     """
 
     workload: Workload
@@ -92,14 +93,25 @@ class Pricing:
     draws: Sequence[int]
     own: OwnNoise
     amplifications: Amplifications = field(default_factory=Amplifications)
+    slices: int = 1
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
-        """Record the exact step on the batch of this number; `batch`: this batch, if it is at hand.
+        """Record the exact step on the batch of this number, and on a slice of it; `batch`: if it is at hand.
 
         `producers` save in it what they save when others derive from them.
         """
         first, *others = self._micro_batches(number)
         batch = self.workload.make_batch(draw=first) if batch is None else batch
+        sensitivity = self._recorded(number, producers, batch, others)
+        if self.slices > 1 and not producers:
+            size = self.workload.batch_size
+            part = select(batch, slice(0, size // self.slices), size)
+            sensitivity.slice = self._recorded(number, (), part, ())
+        return sensitivity
+
+    def _recorded(
+        self, number: int, producers: Collection[str], batch: Any, others: Iterable[int]
+    ) -> Sensitivity:
         # Times are the least over batches, and the first of them is not in the cache.
         tries = TRIES if number == bool(producers) else 1
         sensitivity = Sensitivity(
@@ -171,8 +183,10 @@ class Pricing:
             grid = [option for option in grid if option in wanted]
             if not grid:
                 return {}
-        inferred = self._inferred(traced, group, sensitivity.seed)
+        due = is_measured(sensitivity.seed, traced.groups.index(group), len(traced.groups))
+        inferred = self.amplifications.inferred(sensitivity.seed, group, due=due)
         sensitivity.amplifications.update(inferred)
+        joint_of_slice = sensitivity.amplify(group, grid) if due else []
         prices, joint = sensitivity.prices(group, grid)
         known = {key: value for key, value in sensitivity.amplifications.items() if key[0] in group}
         measured = {key: value for key, value in known.items() if key not in inferred}
@@ -180,16 +194,11 @@ class Pricing:
         return {
             name: LayerPrices(
                 (*self._options(entry, grid, prices[name]), _exact(entry)),
-                tuple(joint),
+                tuple(joint or joint_of_slice),
                 sensitivity.shares.get(name, ()),
             )
             for name, entry in entries.items()
         }
-
-    def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, Floats]:
-        """Return the amplifications of a group of layers that are not measured on this batch."""
-        due = is_measured(number, traced.groups.index(group), len(traced.groups))
-        return self.amplifications.inferred(number, group, due=due)
 
     def of_derived(self, traced: Profile, number: int) -> dict[Reach, list[Option]]:
         """Return the options for what is stored while others derive from it, on the batch of this number.

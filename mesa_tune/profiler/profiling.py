@@ -201,7 +201,7 @@ class _Profiling:
                 joint.exact_at(draw)
         goes_on = partial(self._has_time, traced)
         noise = noise_of_steps(joint, fewest=self.seeds, show=self.show, goes_on=goes_on)
-        self.pricing = replace(self.pricing, own=noise.own)
+        self.pricing = replace(self.pricing, own=noise.own, slices=noise.slices)
         notes = (*traced.notes, *joint.notes, *noise.own.notes)
         return replace(traced, gradient_noise=noise.relative, parameters=noise.own.parameters, notes=notes)
 

@@ -287,13 +287,14 @@ class Noise:
 
     `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖², of all parameters together. `own`: of each. `count`:
     number of gradients that show it. `errors`: mean ‖ĝ − g‖² of each part under the policy that was measured;
-    None if none was.
+    None if none was. `slices`: of how many slices a batch's gradient is the mean; 1 where it is of none.
     """
 
     relative: float
     own: OwnNoise
     count: int
     errors: Floats | None = None
+    slices: int = 1
 
     @property
     def measured_ratio(self) -> float | None:
@@ -329,4 +330,4 @@ def noise_of(
     relative = float(scattered.sum()) / mean if mean > 0 else 0.0
     is_known = count > 1 and relative >= NO_NOISE
     own = parts.own_noise(scattered, size) if is_known else parts.own_noise(size, size, is_known=False)
-    return Noise(relative, own, count, np.mean(errors, axis=0) if errors else None)
+    return Noise(relative, own, count, np.mean(errors, axis=0) if errors else None, slices)

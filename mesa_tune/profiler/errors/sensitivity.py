@@ -66,7 +66,7 @@ class Sensitivity:
     `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
     that is a bias, with a second rounding seed. `screens`: the errors only choose options. `tries`: how often
     tensors are stored and restored for their times. `amplifications`: those that are known, which are not
-    measured. `at_once`: see `Recording`. The forward must
+    measured. `slice`: the recorded step on a slice of the batch. `at_once`: see `Recording`. The forward must
     run in a session of `RawConversion`, and be observed by `recording`. `own`: beside which errors count.
     `shares`: on which parts the error of each layer falls.
     """
@@ -95,6 +95,7 @@ class Sensitivity:
         self.leaders: dict[LayerSettings, LayerSettings] = {}
         self.amplifications: dict[Amplified, Floats] = {}
         self.shares: dict[str, Shares] = {}
+        self.slice: Sensitivity | None = None
 
     def record(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], others: Iterable[Tensor] = ()
@@ -154,6 +155,23 @@ class Sensitivity:
         squares = next((draw.squares for draw in draws if draw.squares is not None), None)
         if squares is not None:
             self.shares[layer] = shares_of(self.own, squares)
+
+    def amplify(self, layers: Sequence[str], options: Sequence[LayerSettings]) -> list[float]:
+        """Measure the amplifications of `layers` on the slice, if there is one.
+
+        They are those of the whole batch: where its gradient is a mean, all changes are larger alike. Return
+        the ratios of joint errors, as `prices`.
+        """
+        if self.slice is None or not set(layers) <= self.slice.recording.replays.keys():
+            return []
+        references = [option for option in self._references(options) if not option.omits]
+        _, joint = self.slice.prices(layers, references)
+        scale = self.batches * np.array([self.slice.norm / self.norm, 1.0])
+        measured = self.slice.amplifications.items()
+        self.amplifications |= {key: scale * value for key, value in measured if key[0] in layers}
+        self.shares |= self.slice.shares
+        ratios = dict(zip(references, joint, strict=False))
+        return filled([ratios.get(option) for option in options], options)
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer.

@@ -18,8 +18,8 @@ _LEAST_S, _SHARE, _SHARE_PER_BATCH = 3.0, 1.2, 0.15
 A digits ViT, whose step takes 0.06 s, took 6 s and then 14 s for seven batches.
 """
 _STEPS, _STEPS_PER_BATCH = 110, 10
-"""Steps in the time of a profile: for the first batch, and for each further. A GPT-2 of four layers took as long
-as 169 steps for seven batches."""
+"""Steps in the time of a profile: for the first batch, and for each further. A GPT-2 of four layers took as
+long as 169 steps for seven batches."""
 
 
 def remaining_s(traced_s: float, step_ms: float, batches: int) -> float:
