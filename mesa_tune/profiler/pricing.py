@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from mesa_tune.free_memory import free_memory
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, above_one_bit
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, above_one_bit, kind
 from mesa_tune.profiler.errors.amplification import Amplifications, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
-from mesa_tune.profiler.errors.intervals import fitted_interaction
+from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.noise import OwnNoise, Parts, Shares
 from mesa_tune.profiler.errors.prices import Price
 from mesa_tune.profiler.errors.recorded import TRIES
@@ -32,7 +32,6 @@ from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.workload.batches import select
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
@@ -42,7 +41,9 @@ from mesa_tune.workload.workload import Workload
 _ROOM = 3
 """Where so many times a step's peak are free, a recorded step may take twice as much."""
 
-Priced = TypeVar("Priced", LayerEntry, Derivation, ModuleEntry)
+WHOLE_BITS = 4
+"""Bits of the uniform policy that calibrates prices."""
+Priced = TypeVar("Priced", LayerEntry, Derivation)
 
 
 class LayerPrices(NamedTuple):
@@ -323,8 +324,9 @@ def interactions(
     priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
 ) -> Iterator[tuple[int, float]]:
     """Yield bits and the interaction at them: the ratio of a policy, by batch, beside the sum of prices."""
-    for bits, policy in policies.items():
-        factor = fitted_interaction(_units(priced, policy, len(measured[bits])), fmean(measured[bits]))
+    for bits in policies.keys() & LOW_BITS:
+        units = _units(priced, policies[bits], len(measured[bits]))
+        factor = fitted_interaction(units, fmean(measured[bits]))
         if factor:
             yield bits, factor
 
@@ -338,19 +340,35 @@ def _units(priced: Profile, policy: Policy, batches: int) -> list[float]:
     return known if len(known) == len(units) else []
 
 
-def calibrated(priced: Profile, policy: Policy | None, measured: Sequence[float]) -> Profile:
-    """Return the profile with prices that predict for `policy` the ratio `measured` on their batches."""
-    predicted = sum(_units(priced, policy, len(measured))) if policy is not None and measured else 0.0
-    factor = fmean(measured) / predicted if predicted else 0.0
-    if not 0 < factor < math.inf:  # also NaN
+def calibration(
+    priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
+) -> dict[int, float]:
+    """Return by bits the factors with which prices predict the ratios `measured` on their batches.
+
+    At `LOW_BITS` only where sums of prices are too high: what they miss is interaction.
+    """
+    sums = {bits: sum(_units(priced, policies[bits], len(ratios))) for bits, ratios in measured.items()}
+    factors = {bits: fmean(measured[bits]) / total for bits, total in sums.items() if total > 0}
+    factors = {bits: factor for bits, factor in factors.items() if 0 < factor < math.inf}  # nor NaN
+    common = factors.get(WHOLE_BITS, 1.0)
+    low = {bits: min(common, factors.get(bits, common)) for bits in LOW_BITS}
+    return {WHOLE_BITS: common, **low}
+
+
+def calibrated(priced: Profile, factors: Mapping[int, float]) -> Profile:
+    """Return the profile with `factors` times the errors of layers, by bits; modules were measured whole."""
+    if not factors:
         return priced
-    tiled = priced.tiled and replace(priced.tiled, modules=_times(priced.tiled.modules, factor))
-    layers, derivations = _times(priced.layers, factor), _times(priced.derivations, factor)
-    modules = _times(priced.modules, factor)
-    return replace(priced, layers=layers, derivations=derivations, modules=modules, tiled=tiled)
+    layers, derivations = _times(priced.layers, factors), _times(priced.derivations, factors)
+    return replace(priced, layers=layers, derivations=derivations)
 
 
-def _times(entries: Iterable[Priced], factor: float) -> tuple[Priced, ...]:
+def _times(entries: Iterable[Priced], factors: Mapping[int, float]) -> tuple[Priced, ...]:
+    def factor(settings: LayerSettings) -> float:
+        is_plain = kind(settings) == kind(LayerSettings())
+        return factors.get(settings.bits if is_plain else WHOLE_BITS, factors[WHOLE_BITS])
+
     return tuple(
-        [replace(one, options=tuple([each.times(factor) for each in one.options])) for one in entries]
+        replace(one, options=tuple([each.times(factor(each.settings)) for each in one.options]))
+        for one in entries
     )

@@ -35,7 +35,7 @@ from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.errors.sliced_noise import noise_of_steps
 from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.pricing import LayerPrices, Pricing, calibrated, interactions
+from mesa_tune.profiler.pricing import WHOLE_BITS, LayerPrices, Pricing, calibrated, calibration, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
@@ -57,7 +57,6 @@ With four of the latter, the upper end of the median interval of a small GPT was
 SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.02
 """A partial profile is saved after so many seconds, or more seldom: saving takes this share of the time."""
 _INTERACTION_DRAWS = 3
-_WHOLE_BITS = 4
 _WATCHED_STEPS = 3
 _CHECKPOINT_DRAWS = 3
 _TIMED_STEPS = 30
@@ -120,7 +119,7 @@ class _Profiling:
     end: float
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
-    measured_ratios: list[float] = field(default_factory=list)
+    calibration: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
@@ -173,8 +172,7 @@ class _Profiling:
         if not self._has_time(traced):
             note = f"time was up: errors were measured on {counted(self.seeds, 'batch')}"
             traced = replace(traced, notes=(*traced.notes, note))
-        policy = next(self._uniform(_WHOLE_BITS), None)
-        return calibrated(self._assembled(traced, partial=False), policy, self.measured_ratios)
+        return calibrated(self._assembled(traced, partial=False), self.calibration)
 
     def _has_time(self, traced: Profile) -> bool:
         """Return whether there is time left besides that which the times of steps take."""
@@ -209,7 +207,7 @@ class _Profiling:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""
         own = self.pricing.own
         floor = JointError(self.workload, self.model, own=own).floor(self._price_draws[0])
-        policies = {bits: policy for bits in (*LOW_BITS, _WHOLE_BITS) for policy in self._uniform(bits)}
+        policies = {bits: policy for bits in (*LOW_BITS, WHOLE_BITS) for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
         modules = ModulePricing(self.watch, whole(traced.timeline.modules))
         tiled, forwards = traced.tiled, self.workload.accumulation
@@ -224,8 +222,8 @@ class _Profiling:
                 modules.measure(joint, draw)
                 parts.measure(joint, draw)
         priced = self._assembled(traced, partial=True)
-        self.measured_ratios = measured.pop(_WHOLE_BITS, [])
-        policies.pop(_WHOLE_BITS, None)
+        self.calibration = calibration(priced, policies, measured)
+        priced = calibrated(priced, self.calibration)
         return replace(
             traced,
             error_floor=floor.ratio,
