@@ -58,12 +58,11 @@ class Network(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.run = run
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.first(x)
         for block in self.blocks:
             x = self.run(block, x)
-        y: Tensor = self.last(self.norm(x))
-        return y
+        return self.last(self.norm(x))
 
 
 def plainly(part: Part, x: Tensor) -> Tensor:
@@ -79,15 +78,14 @@ def after_silu(part: Part, x: Tensor) -> Tensor:
     return part(F.silu(x))
 
 
-def again(part: Part, x: Tensor, **how: Any) -> Tensor:
-    y: Tensor = checkpoint(part, x, **{"use_reentrant": False, **how})
-    return y
+def again(part: Part, x: Tensor, **how: Any) -> Any:
+    return checkpoint(part, x, **{"use_reentrant": False, **how})
 
 
 reentrant = partial(again, use_reentrant=True)
 
 
-def selective(policy: Any, part: Part, x: Tensor) -> Tensor:
+def selective(policy: Any, part: Part, x: Tensor) -> Any:
     return again(part, x, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
@@ -195,11 +193,10 @@ def test_a_backward_stays_in_its_own_graph() -> None:
             return input * torch.rsqrt(input.square().mean(-1, keepdim=True))
 
     class Whole(nn.ModuleList):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             h = self[1](self[0](x))
             self[2](h.detach()).square().mean().backward()
-            y: Tensor = h.square().mean()
-            return y
+            return h.square().mean()
 
     x = torch.randn(256, WIDTH)
     plain = Whole([nn.Linear(WIDTH, WIDTH), Scaled(1, 1).requires_grad_(False), nn.Linear(WIDTH, WIDTH)])

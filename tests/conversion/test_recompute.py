@@ -16,6 +16,7 @@ from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import Calling, Checkpointed, encodings, gradients
+from tests.step_memory import Composed
 
 WIDTH, ROWS = 32, 256
 EVERYTHING = 10**9
@@ -41,13 +42,12 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(ScaledBlock() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x, total = self.first(x), x.new_zeros(())
         for block in self.blocks:
             out = block(x, scale=torch.full((), 0.5))
             x, total = out["x"], total + out["sum"]
-        y: Tensor = self.last(x).square().mean() + 1e-3 * total
-        return y
+        return self.last(x).square().mean() + 1e-3 * total
 
 
 def policy(names: str = "blocks.*", level: int = 256) -> Policy:
@@ -204,10 +204,9 @@ def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
             self.block.forward = lambda x: F.linear(x * self.left, self.block.weight)  # type: ignore[assignment, method-assign]
             self.left = torch.empty(0)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             self.left = self.first(x)
-            y: Tensor = self.block(x.square())
-            return y
+            return self.block(x.square())
 
     network, x = Captured(), torch.randn(ROWS, WIDTH)
     weights = [network.first.weight, network.block.weight]
@@ -251,18 +250,13 @@ def test_inputs_without_a_gradient_stay_exact() -> None:
         def forward(self, input: Tensor, *biases: Tensor) -> Tensor:
             return (super().forward(input) + biases[0]).softmax(-1)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(WIDTH, WIDTH), Biased(WIDTH, WIDTH)
+    def outer(model: Any, x: Tensor) -> Any:
+        bias = torch.linspace(-3, 3, ROWS * WIDTH).view(ROWS, WIDTH).sin()
+        return (model.block(model.first(x), bias) * torch.linspace(-1, 1, WIDTH)).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            bias = torch.linspace(-3, 3, ROWS * WIDTH).view(ROWS, WIDTH).sin()
-            y: Tensor = self.block(self.first(x), bias)
-            return (y * torch.linspace(-1, 1, WIDTH)).sum()
-
-    plain, x = Outer(), torch.randn(ROWS, WIDTH)
-    plain.first.requires_grad_(False)
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    plain: Any = Composed(outer, first=frozen, block=Biased(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
     network = converted(plain, "block")
     expected, found = (step(each, x, [each.block.weight]) for each in (plain, network))
     assert same(found, expected)
@@ -287,9 +281,8 @@ def test_small_rows_have_groups_of_their_own() -> None:
     x = torch.randn(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[torch.randperm(ROWS), None]
     weight = torch.randn(ROWS, WIDTH)
 
-    def weighted(model: nn.Module, x: Tensor) -> Tensor:
-        total: Tensor = (model(x) * weight).sum()
-        return total
+    def weighted(model: nn.Module, x: Tensor) -> Any:
+        return (model(x) * weight).sum()
 
     expected, found = (
         step(partial(weighted, each), x, list(each.parameters())) for each in (plain, converted(plain, "1"))
@@ -297,17 +290,11 @@ def test_small_rows_have_groups_of_their_own() -> None:
     assert 0 < error(found[1:], expected[1:]) < 1e-3
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """A part, which runs under PyTorch's checkpoint once that is chosen, and the way around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)
-        self.checkpointed = Checkpointed(nn.Sequential(*layers), None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.checkpointed(x)
-        return y
+    layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)
+    part = Checkpointed(nn.Sequential(*layers), None)
+    return Composed(lambda m, x: x + m.checkpointed(x), checkpointed=part)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -315,7 +302,7 @@ class Residual(nn.Module):
     ("names", "exact"), [("1 2", True), ("1 2", False), ("1.checkpointed.part 2.checkpointed.part", False)]
 )
 def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(), Residual(), nn.Linear(WIDTH, WIDTH))
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), residual(), residual(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
 
     def all_gradients(network: nn.Module) -> list[Tensor]:

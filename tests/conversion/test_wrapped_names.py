@@ -44,12 +44,11 @@ def checkpointed(model: ViT) -> ViT:
     return model
 
 
-def in_peft(model: ViT) -> nn.Module:
+def in_peft(model: ViT) -> Any:
     """A PEFT model whose adapters are taken away: what is left are the wrappers."""
     wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], r=2))
     wrapped.base_model.unload()
-    whole: nn.Module = wrapped.requires_grad_()
-    return whole
+    return wrapped.requires_grad_()
 
 
 WRAPS: dict[str, Callable[[ViT], Any]] = {

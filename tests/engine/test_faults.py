@@ -49,9 +49,8 @@ class Network(nn.Module):
         self.first, self.last = ViT(depth=1), nn.Linear(64, 10)
         self.middle = Checkpointed(Interrupted(), reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.middle(self.first.get_features(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.middle(self.first.get_features(x)))
 
 
 @pytest.fixture(autouse=True)
