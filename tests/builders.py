@@ -75,16 +75,14 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mean(model: nn.Module, x: Tensor) -> Tensor:
+def mean(model: nn.Module, x: Tensor) -> Any:
     """Mean output."""
-    value: Tensor = model(x).mean()
-    return value
+    return model(x).mean()
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """The loss that a model of transformers computes itself."""
-    value: Tensor = model(**batch).loss
-    return value
+    return model(**batch).loss
 
 
 def spec(**settings: Any) -> Spec:
@@ -219,14 +217,12 @@ class Block(nn.Module):
         self.proj = nn.Linear(width, width)
         self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def _split(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return heads
+    def _split(self, x: Tensor) -> Any:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Any:
         q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
-        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return y
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -245,12 +241,11 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
 
-    def get_features(self, x: Tensor) -> Tensor:
+    def get_features(self, x: Tensor) -> Any:
         h = self.embed(x) + self.position
         for block in self.blocks:
             h = block(h)
-        normed: Tensor = self.norm(h)
-        return normed
+        return self.norm(h)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.get_features(x).mean(1))

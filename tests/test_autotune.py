@@ -83,11 +83,10 @@ class Frozen(nn.Module):
         self.norm, self.drop, self.head = nn.BatchNorm1d(24), nn.Dropout(0.1), nn.Linear(width, 10)
         self.hidden = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Samples of 24 tokens of width 16 to logits."""
         hidden = F.gelu(self.norm(self.frozen(x) + self.up(self.down(x))))
-        logits: Tensor = self.head(F.gelu(self.hidden(self.drop(hidden))).mean(1))
-        return logits
+        return self.head(F.gelu(self.hidden(self.drop(hidden))).mean(1))
 
 
 @pytest.mark.slow("training")
@@ -102,7 +101,7 @@ def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]
             taken += 1
             yield BatchEncoding(words(8))
 
-    def popping_loss(model: nn.Module, batch: Any) -> Tensor:
+    def popping_loss(model: nn.Module, batch: Any) -> Any:
         labels = batch.pop("labels")  # changes the batch, as people do
         return own_loss(model, {**batch, "labels": labels})
 

@@ -42,12 +42,11 @@ class MatmulBlock(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         weights = (q @ k.transpose(1, 2) / 8).softmax(dim=-1)
         x = x + self.proj(weights @ v)
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
+        return x + self.mlp(self.norm2(x))
 
 
 class Net(nn.Module):
@@ -59,9 +58,8 @@ class Net(nn.Module):
         self.blocks = nn.Sequential(MatmulBlock(64))
         self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.drop(self.blocks(self.norm(self.first(x))).mean(1)))
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.drop(self.blocks(self.norm(self.first(x))).mean(1)))
 
 
 def make() -> tuple[Net, Callable[[], Tensor]]:
@@ -364,10 +362,9 @@ def test_copies_below_hooks_are_plain() -> None:
     controller, x = Controller(model), torch.randn(16, 48, 32)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
 
-        def output(other: nn.Module = other) -> Tensor:
+        def output(other: nn.Module = other) -> Any:
             torch.manual_seed(2)
-            value: Tensor = other(x).square().sum()
-            return value
+            return other(x).square().sum()
 
         found = gradient(other, below_hooks(controller, output))
         assert torch.equal(found, gradient(other, output))

@@ -30,11 +30,10 @@ class MesaAttention(nn.Module):
         self.mm1, self.mm2 = ms.MatMul(quant_groups=HEADS), ms.MatMul(quant_groups=HEADS)
         self.softmax = ms.Softmax(dim=-1, quant_groups=HEADS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         scores = self.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
-        result: Tensor = self.proj(self.mm2(self.softmax(scores), v).transpose(1, 2).flatten(2))
-        return result
+        return self.proj(self.mm2(self.softmax(scores), v).transpose(1, 2).flatten(2))
 
 
 class MesaBlock(nn.Module):
@@ -46,10 +45,9 @@ class MesaBlock(nn.Module):
         self.norm2 = nn.LayerNorm(WIDTH, eps=1e-3)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.norm1(x))
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
+        return x + self.mlp(self.norm2(x))
 
 
 class MesaViT(nn.Module):
@@ -61,10 +59,9 @@ class MesaViT(nn.Module):
         self.blocks = nn.Sequential(MesaBlock(), MesaBlock())
         self.head = nn.Linear(WIDTH, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         tokens = self.patches(images).flatten(2).transpose(1, 2)
-        result: Tensor = self.head(self.blocks(tokens).mean(1))
-        return result
+        return self.head(self.blocks(tokens).mean(1))
 
 
 @pytest.fixture

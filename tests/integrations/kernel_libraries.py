@@ -186,14 +186,13 @@ class KernelBlock(nn.Module):
         self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """(batch, length, width) to the same."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         x = x + self.proj(self.attend(q, k, v).flatten(2))
         hidden = self.norm2(x)
         wide = applied(LigerSiLUMulFunction, self.gate(hidden), self.up(hidden))
-        output: Tensor = x + self.down(wide)
-        return output
+        return x + self.down(wide)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the library."""
@@ -203,10 +202,9 @@ class KernelBlock(nn.Module):
 class KernelBlockOf3(KernelBlock):
     """The same with flash-attn 3."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Call the library."""
-        output: Tensor = flash_attn_forward(q, k, v)[0]
-        return output
+        return flash_attn_forward(q, k, v)[0]
 
 
 class Transformer(nn.Module):

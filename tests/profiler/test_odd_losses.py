@@ -113,14 +113,14 @@ def first_gradient_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (y * slope.abs().mean()).square().mean()  # type: ignore[no-any-return]
 
 
-def perturbed_loss(model: nn.Module, x: Tensor) -> Tensor:
+def perturbed_loss(model: nn.Module, x: Tensor) -> Any:
     """Adversarial training: the inputs move along a gradient, whose graph is gone by then."""
     x = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(squares(model, x), x)
     return squares(model, x.detach() + 0.1 * slope.sign())
 
 
-def own_backward_loss(model: nn.Module, x: Tensor) -> Tensor:
+def own_backward_loss(model: nn.Module, x: Tensor) -> Any:
     """A part of the loss goes backward inside, and the rest is returned."""
     first, second = x.chunk(2)
     squares(model, first).backward()

@@ -53,18 +53,13 @@ def repeated() -> nn.Module:
     return Composed(forward, first=first, block=block, norm=nn.LayerNorm(WIDTH), other=block)
 
 
-class Tied(nn.Module):
-    """A language model whose head is its embedding."""
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, WIDTH, sparse=sparse)
-        self.body, self.head = mlp(), nn.Linear(WIDTH, CLASSES, bias=False)
-        if not sparse:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.head(self.body(self.embed(ids)))
+def tied(sparse: bool = False) -> nn.Module:
+    """A language model whose head is its embedding, if that is not sparse."""
+    embed, body = nn.Embedding(CLASSES, WIDTH, sparse=sparse), mlp()
+    head = nn.Linear(WIDTH, CLASSES, bias=False)
+    if not sparse:
+        head.weight = embed.weight
+    return Composed(lambda m, ids: m.head(m.body(m.embed(ids))), embed=embed, body=body, head=head)
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
@@ -190,7 +185,7 @@ def thawed() -> nn.Module:
 Made = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Tensor]]
 MODELS: dict[str, Made] = {
     "reused layers": (repeated, tokens, squares),
-    "tied weights": (Tied, ids, next_token),
+    "tied weights": (tied, ids, next_token),
     "data-dependent control flow": (by_data, tokens, squares),
     "GRUCell": (cell, tokens, squares),
     "adapters of PEFT": (adapted_by_peft, tokens, squares),
@@ -203,7 +198,7 @@ MODELS: dict[str, Made] = {
     "a ModelOutput": (structured, tokens, lambda model, x: model(x).loss),
     "buffers in place": (Buffered, tokens, squares),
     "complex parameters": (spectral, tokens, squares),
-    "sparse gradients": (lambda: Tied(sparse=True), ids, next_token),
+    "sparse gradients": (lambda: tied(sparse=True), ids, next_token),
     "no gradients at first": (thawed, tokens, squares),
 }
 QUICK = {"data-dependent control flow", "adapters of PEFT", "functional_call and vmap", "sparse gradients"}

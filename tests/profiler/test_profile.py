@@ -283,7 +283,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said() -> None:
             raise MemoryError
         return models.text_batch(n)
 
-    profile = mt.profile(workload(models.Reused, batch, batch_size=16), options=[])
+    profile = mt.profile(workload(models.reused, batch, batch_size=16), options=[])
     assert profile.batch_size == 4
     assert profile.notes == ("out of memory at batch size 16: profiled at 4 instead",)
 
@@ -293,7 +293,7 @@ def test_not_even_one_sample_fits() -> None:
         raise MemoryError
 
     with pytest.raises(mt.RunError, match="batch size 1"):
-        mt.profile(workload(models.Reused, batch, batch_size=4), options=[])
+        mt.profile(workload(models.reused, batch, batch_size=4), options=[])
 
 
 def test_options_say_whether_they_were_measured() -> None:

@@ -172,13 +172,12 @@ class Net(nn.Module):
         self.first, self.second, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
         self.scale = scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.drop(F.gelu(self.first(x)))) * self.scale
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.drop(F.gelu(self.first(x)))) * self.scale
 
 
 class Changed(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x) * 2
 
 
