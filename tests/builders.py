@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.errors.joint_error import JointError, Pair
 
 Value = TypeVar("Value")
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 

@@ -28,7 +28,18 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.folder import Origin, Run
 from mesa_tune.units import format_bytes
 from tests import auto_worker
-from tests.builders import conversion, cross_entropy, gpt2, images, known, no_trace, own_loss, words
+from tests.builders import (
+    Capture,
+    Patch,
+    conversion,
+    cross_entropy,
+    gpt2,
+    images,
+    known,
+    no_trace,
+    own_loss,
+    words,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +50,7 @@ def two_settings(*arguments: Any, **options: Any) -> Profile:
 
 
 @pytest.fixture(name="profiled", autouse=True)
-def _profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+def _profiled(tmp_path: Path, monkeypatch: Patch) -> list[Profile]:
     """The profiles that are measured in the test, which runs in a folder of its own."""
     measured: list[Profile] = []
 
@@ -90,7 +101,7 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.slow("training")
-def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt2_gets_a_policy_within_the_budget(capsys: Capture) -> None:
     torch.manual_seed(0)
     model, batch = gpt2(32, 1), words(8)
     taken = 0
@@ -159,7 +170,7 @@ def test_profile_and_study_leave_no_trace() -> None:
 
 
 def test_one_batch_is_enough_and_noted_and_measured_in_training_mode(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
+    profiled: list[Profile], capsys: Capture
 ) -> None:
     torch.manual_seed(0)
     model = Frozen().eval()
@@ -175,7 +186,7 @@ def test_one_batch_is_enough_and_noted_and_measured_in_training_mode(
     assert 0.5 * many < one < 2 * many  # the bootstrap estimates the noise of batches of this size
 
 
-def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: Capture) -> None:
     def prepared(seed: int, count: int = 16, **options: Any) -> Any:
         torch.manual_seed(seed)
         model = Frozen()
@@ -197,9 +208,7 @@ def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.
     assert [profile.batch_size for profile in profiled] == [16, 24]
 
 
-def test_a_plain_step_that_fits_stays_plain(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plain_step_that_fits_stays_plain(profiled: list[Profile], capsys: Capture) -> None:
     model, batch = Frozen(), images(16)
     assert auto(model, batch, cross_entropy, "10GB") is model
     assert conversion_of(model) is None
@@ -210,7 +219,7 @@ def test_a_plain_step_that_fits_stays_plain(
     assert any(layer.options for layer in profiled[1].layers)
 
 
-def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: Patch) -> None:
     free = 10**9
     monkeypatch.setattr(autotune, "free_memory", lambda device: (free, "free"))
     model, batch = Frozen(), images(16)
@@ -318,7 +327,7 @@ def test_a_conversion_is_replaced_and_stays_after_an_error(profiled: list[Profil
 
 
 def test_a_timeout_ends_what_a_plan_can_do_without(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    profiled: list[Profile], capsys: Capture, monkeypatch: Patch
 ) -> None:
     torch.manual_seed(0)
     model, batch = Frozen(), images(16)

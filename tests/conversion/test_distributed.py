@@ -14,7 +14,7 @@ import torch
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from tests import distributed_worker as worker
-from tests.builders import conversion, images, workload
+from tests.builders import Patch, conversion, images, workload
 from tests.conformance.running import relative_error
 from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
 
@@ -137,9 +137,7 @@ def test_a_reading_of_the_first_process_changes_the_plan_of_all(results: Results
     assert second["losses"] == first["losses"]
 
 
-def test_the_state_of_one_process_is_loaded_by_the_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_one_process_is_loaded_by_the_other(folder: Path, monkeypatch: Patch) -> None:
     def key(rank: int, state: dict[str, Any] | None = None) -> int:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)

@@ -18,7 +18,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.engine import cache
 from mesa_tune.engine.plan import CallPlan
-from tests.builders import Calling, conversion, known, policy_of
+from tests.builders import Calling, Patch, conversion, known, policy_of
 from tests.cached_calls import X, check_step, refuse, refusing, same, step, twins, uncached
 from tests.step_memory import Composed
 
@@ -66,9 +66,7 @@ def converted(**settings: Any) -> Net:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
-def test_a_step_like_the_last_one_asks_no_route(
-    autocast: bool, guards: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_like_the_last_one_asks_no_route(autocast: bool, guards: bool, monkeypatch: Patch) -> None:
     if not guards:
         monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
@@ -105,7 +103,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: Patch) -> None:
     if not guards:
         monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
@@ -144,7 +142,7 @@ def test_other_codecs_give_the_same(settings: dict[str, Any]) -> None:
         check_step(model, twin)
 
 
-def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_tensors_are_stored_is_decided_once(monkeypatch: Patch) -> None:
     model, twin = converted(), converted()
     for turn in range(5):
         if turn == 3:

@@ -20,7 +20,7 @@ import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations import compression
 from mesa_tune.integrations.lightning import MesaTuneCallback
-from tests.builders import ViT, known
+from tests.builders import Patch, ViT, known
 from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter, sharpen
 
 
@@ -230,9 +230,7 @@ def test_steps_under_a_budget_take_no_more_and_are_resumed(tmp_path: Path, optio
     assert_equal(resumed, whole)
 
 
-def test_a_budget_is_measured_in_the_steps_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_measured_in_the_steps_of_the_training(tmp_path: Path, monkeypatch: Patch) -> None:
     given = Mock()
     monkeypatch.setattr(compression, "convert_within", given)
     steps: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_steps": 1}

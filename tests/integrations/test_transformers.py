@@ -23,7 +23,7 @@ from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.integrations.transformers import MesaTuneCallback
 from mesa_tune.runs.folder import digest
 from mesa_tune.workload.instance import rank_zero
-from tests.builders import gpt2, known
+from tests.builders import Capture, Patch, gpt2, known
 from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter, sharpen
 
 LENGTH = 32
@@ -120,7 +120,7 @@ def test_the_model_is_converted_for_the_training_alone(tmp_path: Path) -> None:
     assert "compute_loss" not in vars(run)
 
 
-def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "policy.txt"
     path.write_text(PREDICTED + "on fc:\n    by_index: all\n    level: 16\n")
     run = trained(tmp_path, MesaTuneCallback(path))
@@ -135,9 +135,7 @@ def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: pytest.C
     ]
 
 
-def test_only_the_first_of_several_processes_says_something(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_first_of_several_processes_says_something(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(rank_zero, "processes", lambda: 2)
     for rank, lines in ((1, 0), (0, 1)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
@@ -256,7 +254,7 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, layers: int, options:
 
 @pytest.mark.slow("training")
 def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(notice, "_given", set())
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -275,9 +273,7 @@ def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
         resumed(FOUR_BITS)
 
 
-def test_a_budget_is_measured_in_the_steps_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_measured_in_the_steps_of_the_training(tmp_path: Path, monkeypatch: Patch) -> None:
     given = Mock()
     monkeypatch.setattr(compression, "convert_within", given)
     steps: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 1}
@@ -327,7 +323,7 @@ def test_a_reading_changes_the_plan_and_is_logged(tmp_path: Path, options: dict[
     assert callback.compression.saved["monitor"]["corrections"]
 
 
-def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: Patch) -> None:
     retune = Mock()
     retune.return_value.configure_mock(plan=None, **{"step.return_value": True})
     monkeypatch.setattr(compression, "Retune", retune)
@@ -339,9 +335,7 @@ def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytes
 
 
 @CAMPAIGN
-def test_retune_measures_at_the_start_and_at_intervals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path, capsys: Capture) -> None:
     def run(*callbacks: TrainerCallback, **options: Any) -> Trainer:
         callback = MesaTuneCallback(budget="70%", retune=2)
         options = {"save_strategy": "steps", "save_steps": 1, **options}
