@@ -140,8 +140,7 @@ def assert_norms_follow(model: nn.Module) -> None:
     norms = [layer.scheme for layer in model.modules() if isinstance(layer, actnn.QBatchNorm2d)]
     for norm in norms:
         assert isinstance(norm, actnn.QBNScheme)
-        assert norm.prev_linear is not None
-        assert norm.bits == norm.prev_linear.bits
+        assert norm.bits == known(norm.prev_linear).bits
     assert norms
 
 

@@ -19,7 +19,7 @@ from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.engine import registry
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.builders import Block, gradients
+from tests.builders import Block, gradients, known
 from tests.conformance.running import relative_error, saved_bytes
 from tests.step_memory import Composed
 
@@ -145,8 +145,7 @@ def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
 
 def kept(output: Tensor) -> Tensor:
     """The input that the linear layer of `output` keeps."""
-    assert output.grad_fn is not None
-    tensor: Tensor = output.grad_fn.saved_tensors[0]  # type: ignore[attr-defined]
+    tensor: Tensor = known(output.grad_fn).saved_tensors[0]  # type: ignore[attr-defined]
     return tensor
 
 

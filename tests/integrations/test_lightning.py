@@ -95,7 +95,7 @@ def loader() -> DataLoader[Any]:
 
 def fitted(
     folder: Path, *callbacks: Callback, resume: str | None = None, **options: Any
-) -> tuple[Classifier, LightningTrainer]:
+) -> tuple[Classifier, Any]:
     """Train for three steps of an epoch of two; return the module and the Trainer."""
     made = {name: options.pop(name) for name in ("checkpoints", "dropout") if name in options}
     module = options.pop("kind", Classifier)(**made)
@@ -154,7 +154,6 @@ def test_a_policy_of_a_part_has_the_names_of_the_part(tmp_path: Path) -> None:
 
 def test_policy_and_predictions_are_logged_once(tmp_path: Path) -> None:
     _, trainer = fitted(tmp_path, MesaTuneCallback(PREDICTED + "on fc:\n    by_index: all\n    level: 16\n"))
-    assert isinstance(trainer.logger, CSVLogger)
     folder = Path(trainer.logger.log_dir)
     assert (folder / "hparams.yaml").read_text().startswith("mesa/policy: 1 rule, digest ")
     names, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
@@ -218,7 +217,6 @@ def test_steps_under_a_budget_take_no_more_and_are_resumed(tmp_path: Path, optio
     whole, trainer = fitted(tmp_path, within(budget, tmp_path), after, **options, max_steps=4)
     assert max(after.meter.peaks) <= budget
     assert plain.losses[0] in whole.losses  # others are of measurements
-    assert isinstance(trainer.logger, CSVLogger)
     assert "mesa/noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
     half, trainer = fitted(tmp_path, within(budget, tmp_path), **options, max_steps=2)
     assert half.losses == whole.losses[-4:-2]  # those before are of measurements
@@ -264,7 +262,6 @@ def test_a_reading_changes_the_plan_and_a_resumed_training_goes_on_with_it(tmp_p
     whole, trainer = fitted(tmp_path, within(budget, tmp_path), Sharper(), seen, max_steps=5)
     first, second, third, *_ = [known(policy).dumps() for policy in seen.policies]
     assert first != second == third
-    assert isinstance(trainer.logger, CSVLogger)
     assert "mesa/measured_noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
     _, trainer = fitted(tmp_path, within(budget, tmp_path), Sharper(), max_steps=2)
     path = str(tmp_path / "part.ckpt")
@@ -282,7 +279,6 @@ def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     plain, _ = fitted(tmp_path)
     module, trainer = fitted(tmp_path, callback, seen)
     assert all(policy and policy.rules for policy in seen.policies)
-    assert isinstance(trainer.logger, CSVLogger)
     rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
     column = rows[0].split(",").index("mesa/peak_bytes")
     steps = [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:] if row.split(",")[column]]

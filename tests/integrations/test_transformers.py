@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -157,11 +157,10 @@ class OwnLoss(Trainer):
 
 def test_loss_rules_reach_a_loss_outside_the_model(tmp_path: Path) -> None:
     policy = PREDICTED + LOSS
-    plain, run = (trained(tmp_path, *call, kind=OwnLoss) for call in ((), (MesaTuneCallback(policy),)))
+    ways: tuple[Any, ...] = ((), (MesaTuneCallback(policy),))
+    plain, run = [cast(OwnLoss, trained(tmp_path, *way, kind=OwnLoss)) for way in ways]
     assert losses(run)[0] == losses(plain)[0]
     assert losses(run) != losses(plain)
-    assert isinstance(plain, OwnLoss)
-    assert isinstance(run, OwnLoss)
     assert plain.functions == {"NllLossBackward0"}
     assert plain.functions != run.functions
 
@@ -319,8 +318,7 @@ def test_a_reading_changes_the_plan_and_is_logged(tmp_path: Path, options: dict[
     assert [entry["step"] for entry in entries] == [0, 2]
     assert entries[1]["mesa/measured_noise_ratio"] > 0
     assert entries[1]["mesa/noise_ratio"] != entries[0]["mesa/noise_ratio"]
-    assert callback.compression.saved is not None
-    assert callback.compression.saved["monitor"]["corrections"]
+    assert known(callback.compression.saved)["monitor"]["corrections"]
 
 
 def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: Patch) -> None:

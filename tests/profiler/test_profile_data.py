@@ -145,9 +145,8 @@ def test_settings_that_were_not_tried_scale_the_nearest_option(
     profile: Profile, settings: LayerSettings, like: LayerSettings, factor: float
 ) -> None:
     layer = profile.layer("blocks.0.norm")
-    known = profile.layer_error(layer, like)
-    assert known is not None
-    assert profile.layer_error(layer, settings) == pytest.approx(known * factor)
+    nearest = known(profile.layer_error(layer, like))
+    assert profile.layer_error(layer, settings) == pytest.approx(nearest * factor)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from tests.builders import known, mean_error, no_trace
-from tests.step_memory import second_step, swept, without_variants
+from tests.step_memory import Composed, second_step, swept, without_variants
 
 WIDTH, BATCH = 64, 96
 PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
@@ -44,14 +44,11 @@ class Net(nn.Module):
         return self.head(h), self.other(h)
 
 
-class Gan(nn.Module):
+def two_networks() -> nn.Module:
     """Generator and discriminator in one module, which is never called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
-        hidden = nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU()
-        self.critic = nn.Sequential(*hidden, nn.Linear(300, 1))
+    generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
+    hidden = nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU()
+    return Composed(generator=generator, critic=nn.Sequential(*hidden, nn.Linear(300, 1)))
 
 
 def batch(n: int) -> Tensor:
@@ -113,7 +110,7 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
     "zeros": (Net, partial(simple, set_to_none=False)),
     "four micro-batches": (Net, accumulated),
     "two losses": (Net, two_losses),
-    "GAN": (Gan, gan),
+    "GAN": (two_networks, gan),
     "clipped, averaged": (Net, clipped_and_averaged),
 }
 
