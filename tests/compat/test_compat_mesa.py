@@ -15,59 +15,48 @@ import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
 from tests.builders import cross_entropy
 from tests.compat_measures import error, gradient, saved_bytes
+from tests.step_memory import Composed
 
 WIDTH, HEADS = 48, 3
 POLICY = "on fc conv layernorm gelu softmax matmul:\n  by_index: all\n  enable: True\n  ema_decay: 0.9\n"
 Batch = tuple[Tensor, Tensor]
 
 
-class MesaAttention(nn.Module):
+def attention() -> nn.Module:
     """As Mesa's README writes it: products and softmax as layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mm1, self.mm2 = ms.MatMul(quant_groups=HEADS), ms.MatMul(quant_groups=HEADS)
-        self.softmax = ms.Softmax(dim=-1, quant_groups=HEADS)
+    def forward(m: Any, x: Tensor) -> Any:
+        q, k, v = m.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = m.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
+        return m.proj(m.mm2(m.softmax(scores), v).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Any:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        scores = self.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
-        return self.proj(self.mm2(self.softmax(scores), v).transpose(1, 2).flatten(2))
+    linear = {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
+    products = {name: ms.MatMul(quant_groups=HEADS) for name in ("mm1", "mm2")}
+    return Composed(forward, **linear, **products, softmax=ms.Softmax(dim=-1, quant_groups=HEADS))
 
 
-class MesaBlock(nn.Module):
-    """A transformer block with `MesaAttention`."""
+def block() -> nn.Module:
+    """A transformer block with `attention`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(WIDTH, eps=1e-3), MesaAttention()
-        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-3)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    def forward(m: Any, x: Tensor) -> Any:
+        x = x + m.attn(m.norm1(x))
+        return x + m.mlp(m.norm2(x))
 
-    def forward(self, x: Tensor) -> Any:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class MesaViT(nn.Module):
-    """Images to logits, through two blocks of `MesaAttention`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
-        self.blocks = nn.Sequential(MesaBlock(), MesaBlock())
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, images: Tensor) -> Any:
-        tokens = self.patches(images).flatten(2).transpose(1, 2)
-        return self.head(self.blocks(tokens).mean(1))
+    norms = {name: nn.LayerNorm(WIDTH, eps=1e-3) for name in ("norm1", "norm2")}
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    return Composed(forward, **norms, attn=attention(), mlp=mlp)
 
 
 @pytest.fixture
-def vit() -> MesaViT:
+def vit() -> nn.Module:
+    """Images to logits, through two blocks."""
+
+    def forward(m: Any, images: Tensor) -> Any:
+        return m.head(m.blocks(m.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
     torch.manual_seed(0)
-    return MesaViT()
+    patches, blocks = nn.Conv2d(3, WIDTH, 4, stride=4), nn.Sequential(block(), block())
+    return Composed(forward, patches=patches, blocks=blocks, head=nn.Linear(WIDTH, 10))
 
 
 @pytest.fixture
@@ -158,7 +147,6 @@ def test_conversion_keeps_weights_eps_hooks_and_mode(vit: Any) -> None:
     vit.blocks[0].eval()
     ms.policy.convert_by_num_groups(vit, 3)
     block = vit.blocks[0]
-    assert isinstance(block, MesaBlock)
     assert isinstance(block.norm1, ms.LayerNorm)
     assert (block.norm1.eps, block.norm1.training, vit.head.training) == (1e-3, False, True)
     assert vit.head.weight is weight

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
 from tests import builders
-from tests.engine.test_deriving import Gated
+from tests.engine.test_deriving import gated as gated_perceptron
 from tests.step_memory import Composed, without_variants
 
 BATCH, SEEDS, WIDTH, TOKENS = 8, 8, 64, 20
@@ -87,7 +87,7 @@ def class_token() -> nn.Module:
 
 def gated() -> nn.Module:
     """Two gated perceptrons after RMS norms written by hand, as Llama has them."""
-    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
+    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), gated_perceptron(), gated_perceptron())
     return Composed(lambda m, x: m.head(m.body(x).mean(1)), body=body, head=nn.Linear(WIDTH, 10))
 
 

@@ -71,17 +71,6 @@ def test_a_damaged_document_is_refused(profile: Profile, tmp_path: Path, damage:
     _assert_refused(path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000],
-    ids=["empty", "cut", "list", "binary", "deep"],
-)
-def test_a_file_that_is_no_document_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "profile.json"
-    path.write_bytes(content)
-    _assert_refused(path)
-
-
 def test_a_document_of_another_version_is_called_so(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile.to_dict() | {"schema": "mesa-tune.profile/1"}), "utf-8")
