@@ -14,26 +14,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.search.again import replan
 from tests.builders import ViT, conversion
+from tests.parallel_cases import sharded
 
 WORLD = 2
 SAMPLES = 8
 HEAD = "# mesa-tune policy 1\n"
-POLICIES = {
-    "exact": "",
-    "4 bits": "".join(
-        f"on {tag}:\n    by_index: all\n    level: 16\n" for tag in ("fc", "layernorm", "gelu", "attention")
-    ),
-    "derive": "".join(
-        f"on {tag}:\n    by_index: all\n    level: 16\n    store: derive\n"
-        for tag in ("fc", "layernorm", "gelu", "attention")
-    ),
-}
+SETTINGS = "on {}:\n    by_index: all\n    level: 16\n"
+FINE = "".join(SETTINGS.format(tag) for tag in ("fc", "layernorm", "gelu", "attention"))
+POLICIES = {"exact": "", "4 bits": FINE, "derive": FINE.replace("16\n", "16\n    store: derive\n")}
 WRAPPERS = ("DDP", "FSDP2")
 ORDERS = ("convert first", "wrap first")
 STEPS = 3
@@ -65,10 +58,7 @@ def convert(network: nn.Module, path: Path, seed: int = 1) -> nn.Module:
 def wrap(network: nn.Module, how: str) -> nn.Module:
     if how == "DDP":
         return DistributedDataParallel(network)
-    blocks: Any = network.blocks
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(network)
+    sharded(network)
     return network
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
@@ -53,6 +54,12 @@ class Composed(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(self, *inputs) if self.function else None
+
+
+def assigned(profile: Profile, settings: Callable[[LayerEntry], mt.LayerSettings]) -> mt.Policy:
+    """The policy with these settings of each layer of a profile."""
+    rows = ((layer.tag, layer.index, layer.name, settings(layer)) for layer in profile.layers)
+    return mt.Policy.from_assignments(rows)
 
 
 def swept(cases: Iterable[Any], names: Collection[str]) -> list[Any]:

@@ -267,7 +267,7 @@ def test_errors_come_before_anything_is_measured(profiled: list[Profile]) -> Non
         (TypeError, "trails", {"trails": 3}),
         (mt.WorkloadError, "no tensor whose first dimension", {"batch": {"n": 3}}),
         (mt.WorkloadError, "the iterable has no batch", {"batch": iter(())}),
-        (mt.WorkloadError, "no trainable parameter", {"optimizer": other}),
+        (mt.WorkloadError, "no trainable parameter of the model", {"optimizer": other}),
     ]
     for error, message, given in refused:
         with pytest.raises(error, match=message):

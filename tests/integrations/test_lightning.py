@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -69,21 +70,14 @@ class Policies(Callback):
     def __init__(self) -> None:
         self.policies: list[mt.Policy | None] = []
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         conversion = conversion_of(pl_module)
         self.policies.append(None if conversion is None else conversion.policy)
 
 
-class RandomState(Callback):
-    """Loads the state of the random generator, which Lightning's checkpoints do not have."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        torch.set_rng_state(self.state)
+def random_state(state: Tensor) -> Callback:
+    """Load the state of the random generator, which Lightning's checkpoints do not have."""
+    return LambdaCallback(on_train_start=lambda *_: torch.set_rng_state(state))
 
 
 def loader() -> DataLoader[Any]:
@@ -179,7 +173,7 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path) -> None
     trainer.save_checkpoint(path)
     state = torch.get_rng_state()
     assert torch.load(path)["state_dict"].keys() == Classifier().state_dict().keys()
-    resumed, _ = fitted(tmp_path, RandomState(state), MesaTuneCallback(FOUR_BITS), resume=path, max_steps=4)
+    resumed, _ = fitted(tmp_path, random_state(state), MesaTuneCallback(FOUR_BITS), resume=path, max_steps=4)
     assert half.losses + resumed.losses == whole.losses
     assert_equal(resumed, whole)
 
@@ -200,9 +194,7 @@ class Peaks(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.meter.begin(pl_module, trainer.optimizers[0], batch)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.meter.end()
 
 
@@ -222,7 +214,7 @@ def test_steps_under_a_budget_take_no_more_and_are_resumed(tmp_path: Path, optio
     assert half.losses == whole.losses[-4:-2]  # those before are of measurements
     path = str(tmp_path / "half.ckpt")
     trainer.save_checkpoint(path)
-    state = RandomState(torch.get_rng_state())
+    state = random_state(torch.get_rng_state())
     resumed, _ = fitted(tmp_path, state, within(budget, tmp_path), **options, resume=path, max_steps=4)
     assert resumed.losses == whole.losses[-2:]
     assert_equal(resumed, whole)
@@ -245,9 +237,7 @@ def within(budget: int, folder: Path) -> MesaTuneCallback:
 class Sharper(Callback):
     """Makes the attention of the module sharp after its first step, as training may: its noise grows."""
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == 1:
             sharpen(pl_module)
 
@@ -266,7 +256,7 @@ def test_a_reading_changes_the_plan_and_a_resumed_training_goes_on_with_it(tmp_p
     _, trainer = fitted(tmp_path, within(budget, tmp_path), Sharper(), max_steps=2)
     path = str(tmp_path / "part.ckpt")
     trainer.save_checkpoint(path)
-    state, again = RandomState(torch.get_rng_state()), Policies()
+    state, again = random_state(torch.get_rng_state()), Policies()
     resumed, _ = fitted(tmp_path, state, within(budget, tmp_path), again, resume=path, max_steps=5)
     assert again.policies == seen.policies[2:]
     assert_equal(resumed, whole)
