@@ -164,6 +164,18 @@ def gradients(model: nn.Module, *args: Any, run: Callable[..., Tensor] | None = 
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], steps: int) -> list[float]:
+    """Take steps down a loss; return its values."""
+    values = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    return values
+
+
 def next_word(model: nn.Module, ids: Tensor) -> Tensor:
     """Cross-entropy of each word with the logits of the one before."""
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

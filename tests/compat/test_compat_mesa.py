@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
-from tests.builders import cross_entropy
+from tests.builders import cross_entropy, descend
 from tests.compat_measures import error, gradient, saved_bytes
 from tests.step_memory import Composed
 
@@ -89,10 +89,7 @@ def test_training_script(
     assert saved_bytes(model, ours) < share * saved_bytes(plain, exact)
     assert 0 < error(gradient(model, ours), gradient(plain, exact)) < most
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(10):
-        optimizer.zero_grad()
-        ours().backward()
-        optimizer.step()
+    descend(optimizer, ours, 10)
     assert ours() < first
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mesa_tune as mt
 from mesa_tune.policy import Policy
-from tests.builders import Block, Calling, Fixed, MLPBlock, ViT, conversion, gradients, policy_of
+from tests.builders import Block, Calling, Fixed, MLPBlock, ViT, conversion, descend, gradients, policy_of
 from tests.conformance.running import relative_error, saved_bytes
 from tests.step_memory import Composed
 
@@ -164,13 +164,7 @@ def test_it_learns() -> None:
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     target = torch.arange(8) % 10
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(run(X), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
+    losses = descend(optimizer, lambda: F.cross_entropy(run(X), target), 15)
     assert losses[-1] < 0.5 * losses[0]
 
 
