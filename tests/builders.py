@@ -239,10 +239,9 @@ class Block(nn.Module):
         q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-        return out
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class ViT(nn.Module):
@@ -262,9 +261,8 @@ class ViT(nn.Module):
             h = block(h)
         return self.norm(h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.get_features(x).mean(1))
-        return logits
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.get_features(x).mean(1))
 
 
 class MLPBlock(nn.Module):
@@ -276,9 +274,8 @@ class MLPBlock(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class BatchNormMLP(nn.Module):
@@ -292,10 +289,9 @@ class BatchNormMLP(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(tokens), nn.Dropout(0.2)
         self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = F.gelu(self.drop(self.norm(self.first(x))))
-        logits: Tensor = self.head(F.gelu(self.second(x)).mean(1))
-        return logits
+        return self.head(F.gelu(self.second(x)).mean(1))
 
 
 class LanguageModel(nn.Module):
@@ -307,12 +303,11 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList([MLPBlock(width, 4 * width) for _ in range(2)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class Calling(nn.Module):
@@ -362,8 +357,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.a(x)
-        y: Tensor = torch.lerp(a, self.b(x).asinh(), a)
-        return y
+        return torch.lerp(a, self.b(x).asinh(), a)
 
 
 class Reused(nn.Module):
@@ -376,9 +370,8 @@ class Reused(nn.Module):
         self.tied = nn.Linear(width, width)
         self.tied.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
 
 
 class Branching(nn.Module):
@@ -388,10 +381,8 @@ class Branching(nn.Module):
         super().__init__()
         self.left, self.right = Functions(width), Product(width)
 
-    def forward(self, x: Tensor, go_left: bool = True) -> Tensor:
-        taken: Any = self.left if go_left else self.right
-        y: Tensor = taken(x)
-        return y
+    def forward(self, x: Tensor, go_left: bool = True) -> Any:
+        return self.left(x) if go_left else self.right(x)
 
 
 class Fixed(nn.Module):

@@ -1,4 +1,4 @@
-"""One process of a group of two: `python -m tests.distributed_worker RANK STORE RESULTS`.
+"""One process of a group of two: `python -m tests.distributed_worker RANK FOLDER`.
 
 Wraps and converts a small model in every way, and saves what each way gives: the whole gradient of a step,
 the same for both processes, and the own gradient of each.
@@ -7,7 +7,6 @@ the same for both processes, and the own gradient of each.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.search.again import replan
+from tests import process_group
 from tests.builders import ViT, conversion
 from tests.parallel_cases import sharded
+from tests.process_group import WORLD
 
-WORLD = 2
 SAMPLES = 8
 HEAD = "# mesa-tune policy 1\n"
 SETTINGS = "on {}:\n    by_index: all\n    level: 16\n"
@@ -157,15 +157,5 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD
-    )
-    torch.save(run(rank, folder), folder / f"results{rank}")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    process_group.join(run)

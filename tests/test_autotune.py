@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.folder import Origin, Run
 from mesa_tune.units import format_bytes
-from tests import auto_worker
+from tests import process_group
 from tests.builders import (
     Capture,
     Patch,
@@ -42,8 +39,6 @@ from tests.builders import (
     words,
 )
 from tests.step_memory import Composed
-
-ROOT = Path(__file__).parents[1]
 
 
 def two_settings(*arguments: Any, **options: Any) -> Profile:
@@ -345,22 +340,7 @@ def test_a_timeout_ends_what_a_plan_can_do_without(
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("group")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    group = []
-    for rank in range(auto_worker.WORLD):
-        command = [sys.executable, "-m", "tests.auto_worker", str(rank), str(folder)]
-        with (folder / f"said{rank}").open("w") as said:
-            group.append(subprocess.Popen(command, stderr=said, cwd=ROOT, env=environment))
-    try:
-        assert [process.wait(timeout=240) for process in group] == [0] * auto_worker.WORLD
-    finally:
-        for process in group:
-            process.kill()
-    return [
-        torch.load(folder / f"results{rank}") | {"said": (folder / f"said{rank}").read_text()}
-        for rank in range(auto_worker.WORLD)
-    ]
+    return process_group.results("tests.auto_worker", tmp_path_factory.mktemp("group"))
 
 
 @pytest.mark.slow("processes")

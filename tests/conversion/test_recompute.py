@@ -209,27 +209,21 @@ def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
         assert same(step(network, x, weights), expected)
 
 
-class Experts(nn.Module):
-    """Each row goes to the best two of four experts; `chosen` are those of each run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.chosen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        self.chosen.append(chosen)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows, rank = torch.where(chosen == number)
-            y = y.index_add(0, rows, expert(x[rows]) * weights[rows, rank, None])
-        return y
+def of_experts(model: Any, x: Tensor) -> Tensor:
+    """Let the best two of four experts have each row; `chosen` are those of each run."""
+    weights, chosen = model.router(x).softmax(-1).topk(2)
+    model.chosen.append(chosen)
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        rows, rank = torch.where(chosen == number)
+        y = y.index_add(0, rows, expert(x[rows]) * weights[rows, rank, None])
+    return y
 
 
 def test_experts_are_chosen_again_as_they_were() -> None:
-    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts()), torch.randn(ROWS, WIDTH)
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    mixture = Composed(of_experts, router=nn.Linear(WIDTH, 4), experts=experts, chosen=[])
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture), torch.randn(ROWS, WIDTH)
     network = converted(plain, "1", level=4)
     expected = step(plain, x)
     for _ in range(2):

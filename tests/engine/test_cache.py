@@ -251,21 +251,12 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
 
 
 def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:
-    class Stepped(nn.Module):
-        step: Tensor
+    def forward(model: Any, x: Tensor) -> Tensor:
+        model.step += 1
+        y = F.hardtanh(model.linear(x), -1 / model.step, 1 / model.step)
+        return F.leaky_relu(F.dropout(y, 0.0 / model.step) - 0.1, 1 / model.step)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(12, 12)
-            self.register_buffer("step", torch.tensor(1.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            y: Tensor = self.linear(x)
-            y = F.dropout(F.hardtanh(y, -1 / self.step, 1 / self.step), 0.0 / self.step)  # type: ignore[arg-type]
-            return F.leaky_relu(y - 0.1, 1 / self.step)  # type: ignore[arg-type]
-
-    plain = Stepped()
+    plain = Composed(forward, linear=nn.Linear(12, 12), step=nn.Buffer(torch.tensor(1.0)))
     model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     for _ in range(5):
         assert torch.equal(model(X), plain(X))

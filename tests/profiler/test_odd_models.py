@@ -137,28 +137,21 @@ def structured() -> nn.Module:
     return Composed(forward, layers=nn.ModuleList([mlp() for _ in range(2)]))
 
 
-class Buffered(nn.Module):
+def buffered() -> nn.Module:
     """Running statistics and a queue, updated in place in every forward."""
 
-    mean: Tensor
-    queue: Tensor
-    at: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm = mlp(), nn.BatchNorm1d(20)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("queue", torch.zeros(256, WIDTH))
-        self.register_buffer("at", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.norm(self.block(x - self.mean))
+    def forward(model: Any, x: Tensor) -> Any:
+        y = model.norm(model.block(x - model.mean))
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
-            self.queue.copy_(self.queue.roll(1, 0))
-            self.queue[0] = y[0, 0]
-            self.at.add_(1)
-        return y * self.mean.sigmoid()
+            model.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
+            model.queue.copy_(model.queue.roll(1, 0))
+            model.queue[0] = y[0, 0]
+            model.at.add_(1)
+        return y * model.mean.sigmoid()
+
+    zeros = {"mean": torch.zeros(WIDTH), "queue": torch.zeros(256, WIDTH), "at": torch.tensor(0)}
+    buffers = {name: nn.Buffer(value) for name, value in zeros.items()}
+    return Composed(forward, block=mlp(), norm=nn.BatchNorm1d(20), **buffers)
 
 
 def spectral() -> nn.Module:
@@ -196,7 +189,7 @@ MODELS: dict[str, Made] = {
     ),
     "functional_call and vmap": (functional, tokens, squares),
     "a ModelOutput": (structured, tokens, lambda model, x: model(x).loss),
-    "buffers in place": (Buffered, tokens, squares),
+    "buffers in place": (buffered, tokens, squares),
     "complex parameters": (spectral, tokens, squares),
     "sparse gradients": (lambda: tied(sparse=True), ids, next_token),
     "no gradients at first": (thawed, tokens, squares),
