@@ -41,14 +41,12 @@ def run(_: int, folder: Path) -> dict[str, Any]:
     model = DistributedDataParallel(ViT(depth=1))
     auto(model, "90%", folder)
     cross_entropy(model, images(8)).backward()
-    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
-    )
+    norms = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
     return {
         "policy": conversion(model).policy.dumps(),
         "gradients": [parameter.grad for parameter in model.parameters()],
         "unreachable": error_of(ViT(depth=1), "10kB", folder),
-        "synchronized": error_of(synchronized, "90%", folder),
+        "synchronized": error_of(norms, "90%", folder),
     }
 
 

@@ -71,9 +71,7 @@ def made(how: str, order: str, path: Path) -> nn.Module:
 
 def gradients(network: nn.Module) -> Gradients:
     found: dict[str, Any] = {name: p.grad for name, p in network.named_parameters()}
-    whole = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()
-    }
+    whole = {key: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for key, grad in found.items()}
     return {name.removeprefix("module."): each.clone() for name, each in whole.items()}
 
 

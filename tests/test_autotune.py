@@ -159,9 +159,7 @@ def test_profile_and_study_leave_no_trace() -> None:
     assert torch.equal(generator.get_state(), loader_state)
 
 
-def test_one_batch_is_enough_and_noted_and_measured_in_training_mode(
-    profiled: list[Profile], capsys: Capture
-) -> None:
+def test_one_batch_is_noted_and_measured_in_training_mode(profiled: list[Profile], capsys: Capture) -> None:
     torch.manual_seed(0)
     model = partly_frozen().eval()
     auto(model, images(16), cross_entropy)

@@ -245,9 +245,7 @@ def assert_profiles(name: str, *options: str) -> None:
 
 SHORT_WALKS = ("mlp", "lstm", "frozen", "optimizer", "one layer", "one batch size")
 """Models of all ways that a profile advises, and whose campaigns are short."""
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.slow("training")) for name in MODELS if name not in SHORT_WALKS
-]
+OTHERS = [pytest.param(key, marks=pytest.mark.slow("training")) for key in MODELS if key not in SHORT_WALKS]
 
 
 @pytest.mark.parametrize("name", [*SHORT_WALKS, *OTHERS])

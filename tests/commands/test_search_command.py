@@ -151,9 +151,7 @@ def _header_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_text, _header_only], ids=["foreign", "corrupt"])
-def test_a_bad_study_is_refused_and_made_anew_by_force(
-    spoil: Callable[[Path], None], capsys: Capture
-) -> None:
+def test_a_bad_study_is_refused_and_made_new_by_force(spoil: Callable[[Path], None], capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
     spoil(Path("mesa-run/study.db"))
     assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])

@@ -78,9 +78,7 @@ def deployed(model: nn.Module, path: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize(("level", "share", "most"), [(256, 0.29, 1e-3), (16, 0.16, 0.2), (4, 0.1, 3)])
-def test_training_script(
-    vit: Any, batch: Batch, tmp_path: Path, level: int, share: float, most: float
-) -> None:
+def test_training(vit: Any, batch: Batch, tmp_path: Path, level: int, share: float, most: float) -> None:
     plain = copy.deepcopy(vit)
     model = deployed(vit, write_policy(tmp_path, level))
     ours, exact = (partial(cross_entropy, net, batch) for net in (model, plain))

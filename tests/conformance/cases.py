@@ -205,9 +205,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "where", _TOKENS, _direct(lambda h: torch.where(h > 0.3, h * 2, -h)), "mul pointwise", lossless=True
     ),
-    Case(
-        "masked_fill", _TOKENS, _direct(lambda h: h.masked_fill(h < -0.5, -1.0)), "pointwise", lossless=True
-    ),
+    Case("masked_fill", _TOKENS, _direct(lambda h: h.masked_fill(h < -0.5, -1)), "pointwise", lossless=True),
     Case("LeakyReLU", _TOKENS, lambda: nn.LeakyReLU(0.2), "relu", lossless=True),
     Case("leaky_relu_", _TOKENS, _direct(lambda h: F.leaky_relu_(h + 0, 0.2)), "relu", lossless=True),
     Case("ReLU6", _TOKENS, nn.ReLU6, "relu", lossless=True),

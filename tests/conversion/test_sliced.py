@@ -159,9 +159,7 @@ class BatchNorm(nn.BatchNorm1d):
     ],
     ids=["mean", "shift", "batch norm", "an object", "positions"],
 )
-def test_what_cannot_be_cut_runs_again_as_a_whole(
-    mlp: nn.Module, names: str, shape: tuple[int, ...], why: str
-) -> None:
+def test_what_cannot_be_cut_runs_again(mlp: nn.Module, names: str, shape: tuple[int, ...], why: str) -> None:
     model, x = residual(mlp), torch.randn(shape)
     network = converted(model, policy("store: exact", names=names))
     notice._given.clear()

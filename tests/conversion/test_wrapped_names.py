@@ -90,9 +90,7 @@ def test_a_class_of_ones_own_with_two_bases_has_its_name() -> None:
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = {**gradients(model, TOKENS)}
-    return {
-        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()
-    }
+    return {key: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for key, grad in found.items()}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])

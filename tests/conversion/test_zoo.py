@@ -48,9 +48,7 @@ def zoo(*fast: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @zoo("resnet_50", "t5_small")
-def test_forward_is_bitwise_plain_with_dropout_and_revert_is_plain(
-    bench: Any, name: str, autocast: str | None
-) -> None:
+def test_forward_with_dropout_and_revert_are_plain(bench: Any, name: str, autocast: str | None) -> None:
     assert bench.exactness.differences(tiny(bench, name, dropout=0.1, autocast=autocast), FOUR_BITS) == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -102,9 +102,7 @@ def integrations_names() -> dict[str, Any]:
     return {**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
 
 
-def train_step(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> None:
+def train_step(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     cross_entropy(model, batch).backward()
     optimizer.step()
@@ -199,7 +197,7 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_one_call_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    loader: DataLoader[torch.Tensor] = DataLoader(torch.rand(2 * BATCH, 48), BATCH)  # type: ignore[arg-type]
+    loader: DataLoader[Tensor] = DataLoader(torch.rand(2 * BATCH, 48), BATCH)  # type: ignore[arg-type]
     names = {**howto_names(), "optimizer": None, "loader": loader}
     exec(blocks(PAGES[0], "python")[3], names)
     assert Path("mesa-run/policy.txt").is_file()

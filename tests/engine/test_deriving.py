@@ -74,11 +74,9 @@ def converted(plain: nn.Module, store: str, level: int = 256) -> Any:
     return mt.convert(copy.deepcopy(plain), policy(store, level), seed=1, min_elements=1024)
 
 
-def step(
-    network: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]
-) -> tuple[Tensor, Tensor]:
+def step(model: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
-    y = network(x)
+    y = model(x)
     weight = torch.linspace(-1, 1, y.numel()).view(y.shape)
     for each in weights:
         each.grad = None

@@ -33,9 +33,7 @@ BITS = {"8 bits": (256, 3e-5), "4 bits": (16, 9e-3)}
     ("name", "level", "bound"),
     [*((name, *BITS["8 bits"]) for name in LOSSES), ("indices", *BITS["4 bits"]), ("soft", *BITS["4 bits"])],
 )
-def test_a_confident_models_gradient_is_as_good_as_any(
-    name: str, level: int, bound: float, margin: float
-) -> None:
+def test_a_confident_gradient_is_as_good_as_any(name: str, level: int, bound: float, margin: float) -> None:
     # The logits are a parameter, so that only their gradient is measured.
     margins = torch.full((ROWS, 1), margin)
     logits = nn.Parameter(torch.randn(ROWS, CLASSES).scatter_add_(1, TARGET[:, None], margins))

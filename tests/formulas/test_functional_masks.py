@@ -27,7 +27,7 @@ def _saved_bytes(y: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "shape", "bytes_per_output"),
+    ("function", "shape", "per_output"),
     [
         pytest.param(partial(mf.dropout, p=0.3), (8, 100), 1 / 8, id="dropout"),
         pytest.param(partial(served, F.dropout, RAW), (8, 100), 1 / 8, id="F.dropout"),
@@ -36,11 +36,9 @@ def _saved_bytes(y: Tensor) -> int:
         pytest.param(lambda x: mf.avg_pool2d(x, 2), (2, 4, 16, 16), 0, id="average"),
     ],
 )
-def test_bits_kept(
-    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], bytes_per_output: float
-) -> None:
+def test_bits_kept(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], per_output: float) -> None:
     y = function(torch.randn(shape, requires_grad=True))
-    assert _saved_bytes(y) == bytes_per_output * y.numel()
+    assert _saved_bytes(y) == per_output * y.numel()
 
 
 def test_traced_dropout_is_one_kernel() -> None:

@@ -154,7 +154,7 @@ def test_a_negative_slope_in_place_is_refused_as_by_pytorch() -> None:
 
 @pytest.mark.parametrize("form", [Tensor.mul_, Tensor.div_], ids=["mul_", "div_"])
 @pytest.mark.parametrize(
-    "chosen", [(True, True), (True, False), (False, True)], ids=["both", "first", "other"]
+    "chosen", [(True, True), (True, False), (False, True)], ids=["both", "first", "last"]
 )
 def test_products_in_place(form: Callable[..., Tensor], chosen: tuple[bool, bool]) -> None:
     def run(multiply: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:

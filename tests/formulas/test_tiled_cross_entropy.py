@@ -450,9 +450,7 @@ def test_compiled_code_says_that_tile_has_no_effect() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("classes", [500, 513, 32000, 50257])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_on_cuda_slices_of_the_loss_are_bitwise_the_whole(
-    classes: int, dtype: torch.dtype, autocast: bool
-) -> None:
+def test_on_cuda_slices_are_bitwise_the_whole_loss(classes: int, dtype: torch.dtype, autocast: bool) -> None:
     torch.manual_seed(0)
     whole = (3 * torch.randn(203, classes, device="cuda")).to(dtype)
     target = torch.randint(classes, (203,), device="cuda")

@@ -123,9 +123,7 @@ PLACES = pytest.mark.parametrize("early", [True, False], ids=["before prepare", 
     ],
     ids=["before", "checkpointing, after", "bf16, before", "bf16, after", "accumulation, before"],
 )
-def test_an_exact_policy_trains_bitwise_as_plain_and_4_bits_nearly(
-    options: dict[str, Any], early: bool
-) -> None:
+def test_an_exact_policy_trains_as_plain_and_4_bits_nearly(options: dict[str, Any], early: bool) -> None:
     plain, exact = Loop(**options).train(2), converted(early, options, policy=EXACT).train(2)
     assert exact.losses == plain.losses
     assert all(map(torch.equal, exact.plain.parameters(), plain.plain.parameters()))

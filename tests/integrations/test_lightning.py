@@ -113,9 +113,7 @@ def assert_equal(left: nn.Module, right: nn.Module) -> None:
     [{"checkpoints": True}, {"accumulate_grad_batches": 2, "max_steps": 2}, {"precision": "bf16-mixed"}],
     ids=["checkpointing", "accumulation", "bf16"],
 )
-def test_an_exact_policy_trains_bitwise_as_plain_and_4_bits_nearly(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_an_exact_policy_trains_as_plain_and_4_bits_nearly(tmp_path: Path, options: dict[str, Any]) -> None:
     plain, _ = fitted(tmp_path, **options)
     exact, _ = fitted(tmp_path, MesaTuneCallback(EXACT), **options)
     assert exact.losses == plain.losses

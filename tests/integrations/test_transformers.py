@@ -103,9 +103,7 @@ def assert_begins_nearly_as(run: Trainer, plain: Trainer) -> None:
     [{"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
     ids=["checkpointing", "accumulation", "bf16"],
 )
-def test_an_exact_policy_trains_bitwise_as_plain_and_4_bits_nearly(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_an_exact_policy_trains_as_plain_and_4_bits_nearly(tmp_path: Path, options: dict[str, Any]) -> None:
     plain, exact = trained(tmp_path, **options), trained(tmp_path, MesaTuneCallback(EXACT), **options)
     assert losses(exact) == losses(plain)
     assert_equal(weights(exact), weights(plain))
@@ -252,9 +250,7 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, layers: int, options:
 
 
 @pytest.mark.slow("training")
-def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_training_under_a_budget_is_resumed_with_its_policy(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(notice, "_given", set())
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = assert_within_a_budget(tmp_path, text_model, **options)

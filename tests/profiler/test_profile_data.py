@@ -205,9 +205,7 @@ def test_tiled_losses_are_not_predicted(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(("names", "store"), [("elsewhere.*", "recompute"), ("blocks.0", "exact")])
-def test_rules_for_whole_modules_that_run_once_are_predicted(
-    profile: Profile, names: str, store: str
-) -> None:
+def test_rules_for_modules_that_run_once_are_predicted(profile: Profile, names: str, store: str) -> None:
     policy = Policy.parse(RERUN.format(names, store).replace("    level: 16\n", ""))
     assert profile.predict(policy) == profile.predict(Policy())
 

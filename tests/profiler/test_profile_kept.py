@@ -208,9 +208,7 @@ def _heads(queries: int, tokens: int) -> nn.Module:
         pytest.param(lambda: _heads(4, 5), 8, id="smaller parts"),
     ],
 )
-def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
-    build: Callable[[], nn.Module], batch_size: int
-) -> None:
+def test_bytes_of_small_tensors_are_those_of_a_step(build: Callable[[], nn.Module], batch_size: int) -> None:
     work = workload(build, sequences, lambda model, x: model(x), batch_size=batch_size)
     found = measured(work, FOUR_BITS)
     assert mt.profile(work, options=()).predict(FOUR_BITS).saved_bytes == found.saved_bytes

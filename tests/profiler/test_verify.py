@@ -221,9 +221,7 @@ class TestCommand:
         assert self.verify(folder, "--policy", path) == 0
         assert self.verify(folder) == 0
 
-    def test_says_what_keeps_resident_memory_high(
-        self, folder: Path, capsys: Capture, monkeypatch: Patch
-    ) -> None:
+    def test_says_what_keeps_memory_high(self, folder: Path, capsys: Capture, monkeypatch: Patch) -> None:
         monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
         monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
         assert self.verify(folder) == 0

@@ -144,9 +144,7 @@ def _assignment(profile: mt.Profile) -> dict[str, LayerSettings]:
 class TestSlicesAndModulesThatRunAgain:
     """A step with slices has a timeline of its own, and inputs of modules belong to no layer."""
 
-    def test_bytes_are_those_predicted(
-        self, profile: mt.Profile, assignment: dict[str, LayerSettings]
-    ) -> None:
+    def test_bytes_are_as_predicted(self, profile: mt.Profile, assignment: dict[str, LayerSettings]) -> None:
         predicted = profile.predict_assignment(assignment)
         timeline = frames.timeline_frame(profile, assignment)
         layers = frames.layers_frame(profile, assignment)

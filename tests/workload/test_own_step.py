@@ -156,9 +156,7 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
         ours, theirs = profiled(name), mt.profile(default, options=OPTIONS, seeds=2)
     for field in ("static_bytes", "saved_bytes", "peak_bytes", "ties", "exact", "error_floor"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert [replace(tensor, id=0) for tensor in ours.tensors] == [
-        replace(each, id=0) for each in theirs.tensors
-    ]
+    assert [replace(each, id=0) for each in ours.tensors] == [replace(each, id=0) for each in theirs.tensors]
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         assert (layer.name, layer.bytes, layer.own_bytes) == (other.name, other.bytes, other.own_bytes)
         assert [option.ratios for option in layer.options] == [option.ratios for option in other.options]
