@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.profiler.timing import step_time
+from tests import process_group
 from tests.builders import ViT, conversion, cross_entropy, images
-
-WORLD = 2
 
 
 def only_on_rank_0(count: int) -> tuple[Tensor, Tensor]:
@@ -37,31 +35,20 @@ def error_of(model: nn.Module, budget: str, folder: Path) -> str:
     return ""
 
 
-def run(folder: Path) -> dict[str, Any]:
+def run(_: int, folder: Path) -> dict[str, Any]:
+    step_time.TURNS = 1  # as in tests/conftest.py
     torch.manual_seed(0)
     model = DistributedDataParallel(ViT(depth=1))
     auto(model, "90%", folder)
     cross_entropy(model, images(8)).backward()
-    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
-    )
+    norms = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
     return {
         "policy": conversion(model).policy.dumps(),
         "gradients": [parameter.grad for parameter in model.parameters()],
         "unreachable": error_of(ViT(depth=1), "10kB", folder),
-        "synchronized": error_of(synchronized, "90%", folder),
+        "synchronized": error_of(norms, "90%", folder),
     }
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    step_time.TURNS = 1  # as in tests/conftest.py
-    store = f"file://{folder / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    torch.save(run(folder), folder / f"results{rank}")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    process_group.join(run)

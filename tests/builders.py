@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.errors.joint_error import JointError, Pair
 
 Value = TypeVar("Value")
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -75,16 +78,14 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mean(model: nn.Module, x: Tensor) -> Tensor:
+def mean(model: nn.Module, x: Tensor) -> Any:
     """Mean output."""
-    value: Tensor = model(x).mean()
-    return value
+    return model(x).mean()
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """The loss that a model of transformers computes itself."""
-    value: Tensor = model(**batch).loss
-    return value
+    return model(**batch).loss
 
 
 def spec(**settings: Any) -> Spec:
@@ -163,6 +164,18 @@ def gradients(model: nn.Module, *args: Any, run: Callable[..., Tensor] | None = 
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], steps: int) -> list[float]:
+    """Take steps down a loss; return its values."""
+    values = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    return values
+
+
 def next_word(model: nn.Module, ids: Tensor) -> Tensor:
     """Cross-entropy of each word with the logits of the one before."""
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -219,19 +232,16 @@ class Block(nn.Module):
         self.proj = nn.Linear(width, width)
         self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def _split(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return heads
+    def _split(self, x: Tensor) -> Any:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Any:
         q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
-        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return y
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-        return out
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class ViT(nn.Module):
@@ -245,16 +255,14 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
 
-    def get_features(self, x: Tensor) -> Tensor:
+    def get_features(self, x: Tensor) -> Any:
         h = self.embed(x) + self.position
         for block in self.blocks:
             h = block(h)
-        normed: Tensor = self.norm(h)
-        return normed
+        return self.norm(h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.get_features(x).mean(1))
-        return logits
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.get_features(x).mean(1))
 
 
 class MLPBlock(nn.Module):
@@ -266,9 +274,8 @@ class MLPBlock(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class BatchNormMLP(nn.Module):
@@ -282,10 +289,9 @@ class BatchNormMLP(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(tokens), nn.Dropout(0.2)
         self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = F.gelu(self.drop(self.norm(self.first(x))))
-        logits: Tensor = self.head(F.gelu(self.second(x)).mean(1))
-        return logits
+        return self.head(F.gelu(self.second(x)).mean(1))
 
 
 class LanguageModel(nn.Module):
@@ -297,12 +303,11 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList([MLPBlock(width, 4 * width) for _ in range(2)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class Calling(nn.Module):
@@ -352,8 +357,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.a(x)
-        y: Tensor = torch.lerp(a, self.b(x).asinh(), a)
-        return y
+        return torch.lerp(a, self.b(x).asinh(), a)
 
 
 class Reused(nn.Module):
@@ -366,9 +370,8 @@ class Reused(nn.Module):
         self.tied = nn.Linear(width, width)
         self.tied.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
 
 
 class Branching(nn.Module):
@@ -378,10 +381,8 @@ class Branching(nn.Module):
         super().__init__()
         self.left, self.right = Functions(width), Product(width)
 
-    def forward(self, x: Tensor, go_left: bool = True) -> Tensor:
-        taken: Any = self.left if go_left else self.right
-        y: Tensor = taken(x)
-        return y
+    def forward(self, x: Tensor, go_left: bool = True) -> Any:
+        return self.left(x) if go_left else self.right(x)
 
 
 class Fixed(nn.Module):

@@ -13,6 +13,7 @@ import torch
 
 from mesa_tune import cli
 from mesa_tune.profiler.timing import step_time
+from tests.builders import Capture, Patch
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 from tests.step_memory import without_variants
 
@@ -130,9 +131,7 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(name="home")
-def _home(
-    made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Home:
+def _home(made: tuple[Path, Path], monkeypatch: Patch, capfd: Capture) -> Home:
     """The folder as it was made, and the current one; always at the same path, which the profile holds."""
     path, kept = made
     shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""One process of a group of two: `python -m tests.distributed_worker RANK STORE RESULTS`.
+"""One process of a group of two: `python -m tests.distributed_worker RANK FOLDER`.
 
 Wraps and converts a small model in every way, and saves what each way gives: the whole gradient of a step,
 the same for both processes, and the own gradient of each.
@@ -7,33 +7,26 @@ the same for both processes, and the own gradient of each.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.search.again import replan
+from tests import process_group
 from tests.builders import ViT, conversion
+from tests.parallel_cases import sharded
+from tests.process_group import WORLD
 
-WORLD = 2
 SAMPLES = 8
 HEAD = "# mesa-tune policy 1\n"
-POLICIES = {
-    "exact": "",
-    "4 bits": "".join(
-        f"on {tag}:\n    by_index: all\n    level: 16\n" for tag in ("fc", "layernorm", "gelu", "attention")
-    ),
-    "derive": "".join(
-        f"on {tag}:\n    by_index: all\n    level: 16\n    store: derive\n"
-        for tag in ("fc", "layernorm", "gelu", "attention")
-    ),
-}
+SETTINGS = "on {}:\n    by_index: all\n    level: 16\n"
+FINE = "".join(SETTINGS.format(tag) for tag in ("fc", "layernorm", "gelu", "attention"))
+POLICIES = {"exact": "", "4 bits": FINE, "derive": FINE.replace("16\n", "16\n    store: derive\n")}
 WRAPPERS = ("DDP", "FSDP2")
 ORDERS = ("convert first", "wrap first")
 STEPS = 3
@@ -65,10 +58,7 @@ def convert(network: nn.Module, path: Path, seed: int = 1) -> nn.Module:
 def wrap(network: nn.Module, how: str) -> nn.Module:
     if how == "DDP":
         return DistributedDataParallel(network)
-    blocks: Any = network.blocks
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(network)
+    sharded(network)
     return network
 
 
@@ -81,9 +71,7 @@ def made(how: str, order: str, path: Path) -> nn.Module:
 
 def gradients(network: nn.Module) -> Gradients:
     found: dict[str, Any] = {name: p.grad for name, p in network.named_parameters()}
-    whole = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()
-    }
+    whole = {key: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for key, grad in found.items()}
     return {name.removeprefix("module."): each.clone() for name, each in whole.items()}
 
 
@@ -167,15 +155,5 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD
-    )
-    torch.save(run(rank, folder), folder / f"results{rank}")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    process_group.join(run)

@@ -18,6 +18,8 @@ EIGHT = Spec("quantize", 8, 256, 256, 0, True, 0)
 RAW = EIGHT._replace(levels=0)
 KEY = torch.tensor([12345])
 
+Make = Callable[..., list[Any]]
+
 
 class Case(NamedTuple):
     """`function(*make(dtype), **kwargs)`; tensors that want gradients require them.
@@ -65,7 +67,7 @@ def _first(shape: tuple[int, ...], *rest: Any) -> Callable[[torch.dtype], list[A
     return lambda dtype: [leaf(*shape, dtype=dtype), *rest]
 
 
-def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: int = -1) -> Callable[..., list[Any]]:
+def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: int = -1) -> Make:
     """Input, weight, bias of as many elements, by default of `w`'s first dimension, and what follows."""
 
     def make(dtype: torch.dtype) -> list[Any]:
@@ -84,16 +86,14 @@ def _norm(dtype: torch.dtype) -> list[Any]:
     return [leaf(6, 5, 32, dtype=dtype, scale=3), (32,), leaf(32, dtype=dtype), leaf(32, dtype=dtype)]
 
 
-def _grouped(shape: tuple[int, ...], groups: int) -> Callable[..., list[Any]]:
+def _grouped(shape: tuple[int, ...], groups: int) -> Make:
     return lambda dtype: [
         *(leaf(*shape, dtype=dtype, scale=2), groups),
         *(leaf(shape[1], dtype=dtype) for _ in range(2)),
     ]
 
 
-def _batch(
-    *shape: int, training: bool, affine: bool = True, running: bool = True
-) -> Callable[..., list[Any]]:
+def _batch(*shape: int, training: bool, affine: bool = True, running: bool = True) -> Make:
     def make(dtype: torch.dtype) -> list[Any]:
         c = shape[1]
         statistics = [torch.randn(c).to(dtype), (torch.rand(c) + 0.5).to(dtype)] if running else [None, None]
@@ -109,9 +109,7 @@ def _batch_last(dtype: torch.dtype) -> list[Any]:
     return args
 
 
-def _attention(
-    lengths: tuple[int, int] = (12, 12), mask: str = "", heads: int = 2
-) -> Callable[..., list[Any]]:
+def _attention(lengths: tuple[int, int] = (12, 12), mask: str = "", heads: int = 2) -> Make:
     def make(dtype: torch.dtype) -> list[Any]:
         rows, columns = lengths
         q = leaf(2, 4, rows, 16, dtype=dtype)
@@ -127,7 +125,7 @@ def _attention(
     return make
 
 
-def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
+def _indices(*shape: int, weight: bool = False) -> Make:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.randint(shape[1], (shape[0], *shape[2:]))
         target.view(-1)[0] = 1  # what `ignore_index=1` ignores
@@ -137,7 +135,7 @@ def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
     return make
 
 
-def _soft(*shape: int, weight: bool = False, wanted: bool = False) -> Callable[..., list[Any]]:
+def _soft(*shape: int, weight: bool = False, wanted: bool = False) -> Make:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.rand(shape, dtype=torch.float64).softmax(1).to(dtype).requires_grad_(wanted)
         x, weights = leaf(*shape, dtype=dtype, scale=2), torch.rand(shape[1]).to(dtype)

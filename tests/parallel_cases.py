@@ -1,6 +1,6 @@
 """Data-parallel steps, and the bytes that they take in real processes.
 
-    RANK=0 python -m tests.parallel_cases FOLDER
+    python -m tests.parallel_cases RANK FOLDER
 
 Each process takes the steps of all `CASES`, and writes saved and peak bytes. They are counted from before the
 model exists, so that the peak has whatever the wrappers allocate.
@@ -9,25 +9,21 @@ model exists, so that the peak has whatever the wrappers allocate.
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import Meter, bytes_of, tensors_in
+from tests import process_group
 from tests.builders import ViT
 
-WORLD = 2
 POLICIES = {"plain": mt.Policy.parse(""), "4 bits": mt.Policy.uniform(level=16)}
 
 
@@ -120,17 +116,10 @@ def _step(case: Case, model: nn.Module, samples: Any, optimizer: Any, meter: Met
     return saved, meter.high_water
 
 
-def main() -> None:
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.set_num_threads(1)
+def found(*_: Any) -> dict[str, Any]:
     gc.freeze()  # the modules are no work for the many collections
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD
-    )
-    found = {case.name: measured(case) for case in CASES}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    return {case.name: measured(case) for case in CASES}
 
 
 if __name__ == "__main__":
-    main()
+    process_group.join(found)

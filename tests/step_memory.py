@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
@@ -30,9 +31,8 @@ def tokens(n: int) -> Tensor:
     return torch.randn(n, 20, WIDTH)
 
 
-def squares(model: Callable[..., Any], x: Any) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
+def squares(model: Callable[..., Any], x: Any) -> Any:
+    return model(x).square().mean()
 
 
 def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -44,16 +44,22 @@ def ids(n: int) -> Tensor:
 
 
 class Composed(nn.Module):
-    """Parts by name, and a forward that is a function of the module and its input."""
+    """Parts by name, and a forward that is a function of the module and its inputs."""
 
-    def __init__(self, function: Callable[[Any, Any], Any] | None = None, **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any] | None = None, **parts: Any) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: Any) -> Any:
-        return self.function(self, x) if self.function else None
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs) if self.function else None
+
+
+def assigned(profile: Profile, settings: Callable[[LayerEntry], mt.LayerSettings]) -> mt.Policy:
+    """The policy with these settings of each layer of a profile."""
+    rows = ((layer.tag, layer.index, layer.name, settings(layer)) for layer in profile.layers)
+    return mt.Policy.from_assignments(rows)
 
 
 def swept(cases: Iterable[Any], names: Collection[str]) -> list[Any]:

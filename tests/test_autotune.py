@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,21 @@ from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.folder import Origin, Run
 from mesa_tune.units import format_bytes
-from tests import auto_worker
-from tests.builders import conversion, cross_entropy, gpt2, images, known, no_trace, own_loss, words
-
-ROOT = Path(__file__).parents[1]
+from tests import process_group
+from tests.builders import (
+    Capture,
+    Patch,
+    conversion,
+    cross_entropy,
+    descend,
+    gpt2,
+    images,
+    known,
+    no_trace,
+    own_loss,
+    words,
+)
+from tests.step_memory import Composed
 
 
 def two_settings(*arguments: Any, **options: Any) -> Profile:
@@ -39,7 +47,7 @@ def two_settings(*arguments: Any, **options: Any) -> Profile:
 
 
 @pytest.fixture(name="profiled", autouse=True)
-def _profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+def _profiled(tmp_path: Path, monkeypatch: Patch) -> list[Profile]:
     """The profiles that are measured in the test, which runs in a folder of its own."""
     measured: list[Profile] = []
 
@@ -54,11 +62,11 @@ def _profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
 
 @pytest.fixture(name="kept", scope="module")
 def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a call for `Frozen` and 16 images has written."""
+    """The folder that a call for `partly_frozen()` and 16 images has written."""
     folder = tmp_path_factory.mktemp("kept") / "mesa-run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(autotune, "profile", two_settings)
-        auto(Frozen(), images(16), cross_entropy, run=folder)
+        auto(partly_frozen(), images(16), cross_entropy, run=folder)
     return folder
 
 
@@ -73,25 +81,20 @@ def auto(model: nn.Module, batch: Any, loss: Any, budget: Any = "90%", **options
     return mt.auto(model, batch, loss, budget=budget, **{"trials": 0, "fast": True, **options})
 
 
-class Frozen(nn.Module):
+def partly_frozen() -> Any:
     """A frozen layer, a trainable one of rank 4 beside it, dropout, and statistics that forwards change."""
 
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(16, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(16, 4, bias=False), nn.Linear(4, width, bias=False)
-        self.norm, self.drop, self.head = nn.BatchNorm1d(24), nn.Dropout(0.1), nn.Linear(width, 10)
-        self.hidden = nn.Linear(width, width)
+    def forward(m: Any, x: Tensor) -> Any:
+        hidden = F.gelu(m.norm(m.frozen(x) + m.up(m.down(x))))
+        return m.head(F.gelu(m.hidden(m.drop(hidden))).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Samples of 24 tokens of width 16 to logits."""
-        hidden = F.gelu(self.norm(self.frozen(x) + self.up(self.down(x))))
-        logits: Tensor = self.head(F.gelu(self.hidden(self.drop(hidden))).mean(1))
-        return logits
+    first = {"frozen": nn.Linear(16, 64).requires_grad_(False), "down": nn.Linear(16, 4, bias=False)}
+    between = {"up": nn.Linear(4, 64, bias=False), "norm": nn.BatchNorm1d(24), "drop": nn.Dropout(0.1)}
+    return Composed(forward, **first, **between, head=nn.Linear(64, 10), hidden=nn.Linear(64, 64))
 
 
 @pytest.mark.slow("training")
-def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt2_gets_a_policy_within_the_budget(capsys: Capture) -> None:
     torch.manual_seed(0)
     model, batch = gpt2(32, 1), words(8)
     taken = 0
@@ -102,7 +105,7 @@ def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]
             taken += 1
             yield BatchEncoding(words(8))
 
-    def popping_loss(model: nn.Module, batch: Any) -> Tensor:
+    def popping_loss(model: nn.Module, batch: Any) -> Any:
         labels = batch.pop("labels")  # changes the batch, as people do
         return own_loss(model, {**batch, "labels": labels})
 
@@ -133,14 +136,11 @@ def test_gpt2_gets_a_policy_within_the_budget(capsys: pytest.CaptureFixture[str]
 
 def test_profile_and_study_leave_no_trace() -> None:
     torch.manual_seed(0)
-    model = Frozen()
+    model = partly_frozen()
     model.norm.eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = images(32)
-    for _ in range(2):
-        optimizer.zero_grad()
-        cross_entropy(model, batch).backward()
-        optimizer.step()
+    descend(optimizer, lambda: cross_entropy(model, batch), 2)
     generator = torch.Generator().manual_seed(7)
     samples: Any = [images(1) for _ in range(40)]  # the last batch has 8
     batches: Any = DataLoader(samples, batch_size=16, shuffle=True, generator=generator)
@@ -159,11 +159,9 @@ def test_profile_and_study_leave_no_trace() -> None:
     assert torch.equal(generator.get_state(), loader_state)
 
 
-def test_one_batch_is_enough_and_noted_and_measured_in_training_mode(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_batch_is_noted_and_measured_in_training_mode(profiled: list[Profile], capsys: Capture) -> None:
     torch.manual_seed(0)
-    model = Frozen().eval()
+    model = partly_frozen().eval()
     auto(model, images(16), cross_entropy)
     assert not any(module.training for module in model.modules())
     assert "drop" in [layer.name for layer in profiled[0].layers]
@@ -171,15 +169,15 @@ def test_one_batch_is_enough_and_noted_and_measured_in_training_mode(
     assert any(note in text for text in Profile.load("mesa-run/profile.json").notes)
     assert note in capsys.readouterr().err
     one = known(profiled[0].gradient_noise)
-    auto(Frozen(), images, cross_entropy, batch_size=16, run="other")
+    auto(partly_frozen(), images, cross_entropy, batch_size=16, run="other")
     many = known(profiled[1].gradient_noise)
     assert 0.5 * many < one < 2 * many  # the bootstrap estimates the noise of batches of this size
 
 
-def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: Capture) -> None:
     def prepared(seed: int, count: int = 16, **options: Any) -> Any:
         torch.manual_seed(seed)
-        model = Frozen()
+        model = partly_frozen()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / (1 + seed), momentum=0.9)
         auto(model, images(count), cross_entropy, optimizer=optimizer, **options)
         return conversion_of(model)
@@ -198,10 +196,8 @@ def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.
     assert [profile.batch_size for profile in profiled] == [16, 24]
 
 
-def test_a_plain_step_that_fits_stays_plain(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, batch = Frozen(), images(16)
+def test_a_plain_step_that_fits_stays_plain(profiled: list[Profile], capsys: Capture) -> None:
+    model, batch = partly_frozen(), images(16)
     assert auto(model, batch, cross_entropy, "10GB") is model
     assert conversion_of(model) is None
     assert "the plain step fits the budget" in capsys.readouterr().err.splitlines()[-1]
@@ -211,10 +207,10 @@ def test_a_plain_step_that_fits_stays_plain(
     assert any(layer.options for layer in profiled[1].layers)
 
 
-def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: Patch) -> None:
     free = 10**9
     monkeypatch.setattr(autotune, "free_memory", lambda device: (free, "free"))
-    model, batch = Frozen(), images(16)
+    model, batch = partly_frozen(), images(16)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     auto(model, batch, cross_entropy, "auto")
     plain = mt.Plan.load("mesa-run/plan.json")
@@ -231,7 +227,7 @@ def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: pytest.M
 @pytest.mark.usefixtures("earlier")
 def test_the_lowest_peak_needs_no_budget() -> None:
     lowest: dict[str, Any] = {"objective": "memory", "max_noise_ratio": float("inf"), "max_slowdown": 100.0}
-    auto(Frozen(), images(16), cross_entropy, None, **lowest)
+    auto(partly_frozen(), images(16), cross_entropy, None, **lowest)
     plan = mt.Plan.load("mesa-run/plan.json")
     assert plan.budget_bytes is None
     assert plan.predicted.peak_bytes < plan.baseline.peak_bytes
@@ -249,8 +245,8 @@ def test_layers_of_the_loss_stay_exact_unless_pinned() -> None:
 
 
 def test_errors_come_before_anything_is_measured(profiled: list[Profile]) -> None:
-    model, batch = Frozen(), images(16)
-    other = torch.optim.SGD(Frozen().parameters())
+    model, batch = partly_frozen(), images(16)
+    other = torch.optim.SGD(partly_frozen().parameters())
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (mt.BudgetError, "not an amount", {"budget": "much"}),
         (mt.BudgetError, "without a unit", {"budget": 0.6}),
@@ -259,7 +255,7 @@ def test_errors_come_before_anything_is_measured(profiled: list[Profile]) -> Non
         (TypeError, "trails", {"trails": 3}),
         (mt.WorkloadError, "no tensor whose first dimension", {"batch": {"n": 3}}),
         (mt.WorkloadError, "the iterable has no batch", {"batch": iter(())}),
-        (mt.WorkloadError, "no trainable parameter", {"optimizer": other}),
+        (mt.WorkloadError, "no trainable parameter of the model", {"optimizer": other}),
     ]
     for error, message, given in refused:
         with pytest.raises(error, match=message):
@@ -272,7 +268,7 @@ def test_an_error_of_the_loss_names_its_line() -> None:
     def wrong(model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model, (batch["images"], batch["labels"]))
 
-    model = Frozen()
+    model = partly_frozen()
     with pytest.raises(mt.WorkloadError, match=r"test_autotune.py:\d+: loss\(\) raised"):
         auto(model, images(16), wrong)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -284,7 +280,7 @@ def test_files_of_the_user_are_not_overwritten() -> None:
     policy.write_text(policy.read_text() + "# mine\n")
     for budget in ("90%", "95%"):  # of the plan that is there, and of another one
         with pytest.raises(mt.RunError, match="edited"):
-            auto(Frozen(), images(16), cross_entropy, budget)
+            auto(partly_frozen(), images(16), cross_entropy, budget)
     assert policy.read_text().endswith("# mine\n")
 
 
@@ -296,7 +292,7 @@ def test_files_of_the_other_are_named_as_such(profiled: list[Profile]) -> None:
     own = Run(Path("mesa-run"), force=True)
     own.write(own.profile, own.profile.read_text(), Origin("of a command"))
     with pytest.raises(mt.RunError) as raised:
-        auto(Frozen(), images(16), cross_entropy)
+        auto(partly_frozen(), images(16), cross_entropy)
     assert str(raised.value).splitlines() == [
         "mesa-run/profile.json: was written by a command of mesa-tune, not by mt.auto",
         'give mt.auto a folder of its own, run="mesa-run-auto", or train with what is there:',
@@ -307,7 +303,7 @@ def test_files_of_the_other_are_named_as_such(profiled: list[Profile]) -> None:
 
 @pytest.mark.usefixtures("earlier")
 def test_a_conversion_is_replaced_and_stays_after_an_error(profiled: list[Profile]) -> None:
-    model, batch = Frozen(), images(16)
+    model, batch = partly_frozen(), images(16)
     mt.convert(model, mt.Policy.uniform(level=4))
     before = conversion(model)
     with pytest.raises(mt.BudgetError, match="not reachable"):
@@ -319,10 +315,10 @@ def test_a_conversion_is_replaced_and_stays_after_an_error(profiled: list[Profil
 
 
 def test_a_timeout_ends_what_a_plan_can_do_without(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    profiled: list[Profile], capsys: Capture, monkeypatch: Patch
 ) -> None:
     torch.manual_seed(0)
-    model, batch = Frozen(), images(16)
+    model, batch = partly_frozen(), images(16)
     with monkeypatch.context() as slow:
         slow.setattr(profiling, "_TIMED_STEPS", 1e9)  # as if the steps to be timed took all of the time
         auto(model, batch, cross_entropy, fast=False, timeout=60)
@@ -342,22 +338,7 @@ def test_a_timeout_ends_what_a_plan_can_do_without(
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("group")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    group = []
-    for rank in range(auto_worker.WORLD):
-        command = [sys.executable, "-m", "tests.auto_worker", str(rank), str(folder)]
-        with (folder / f"said{rank}").open("w") as said:
-            group.append(subprocess.Popen(command, stderr=said, cwd=ROOT, env=environment))
-    try:
-        assert [process.wait(timeout=240) for process in group] == [0] * auto_worker.WORLD
-    finally:
-        for process in group:
-            process.kill()
-    return [
-        torch.load(folder / f"results{rank}") | {"said": (folder / f"said{rank}").read_text()}
-        for rank in range(auto_worker.WORLD)
-    ]
+    return process_group.results("tests.auto_worker", tmp_path_factory.mktemp("group"))
 
 
 @pytest.mark.slow("processes")

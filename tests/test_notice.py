@@ -11,6 +11,7 @@ from torch import nn
 import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.notice import unnoticed, warn_once
+from tests.builders import Capture, Patch
 
 
 def _failing_attempt(text: str) -> None:
@@ -30,9 +31,7 @@ def test_a_warning_of_an_attempt_that_failed_is_shown_later() -> None:
     assert not warn_once(text)
 
 
-def test_progress_in_a_file_is_whole_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_in_a_file_is_whole_lines(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(notice, "STATUS_EVERY_S", 0.0)
     work = mt.Workload(
         lambda: nn.Linear(4, 4), lambda n: torch.rand(n, 4), lambda model, x: model(x).sum(), batch_size=2

@@ -6,20 +6,15 @@ from hypothesis import strategies as st
 
 from mesa_tune.errors import BudgetError
 from mesa_tune.units import format_bytes, format_time, parse_bytes, shorten_apart, unbroken
+from tests.builders import known
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         *(("6GB", 6 * 10**9), ("6 gb", 6 * 10**9), ("6GiB", 6 * 2**30), ("1.5MiB", 3 * 2**19)),
-        *(
-            ("500kB", 500_000),
-            ("2TB", 2 * 10**12),
-            ("1234", 1234),
-            ("123B", 123),
-            ("1e9", 10**9),
-            (4096, 4096),
-        ),
+        *(("500kB", 500_000), ("2TB", 2 * 10**12), ("1234", 1234), ("123B", 123)),
+        *(("1e9", 10**9), (4096, 4096)),
     ],
 )
 def test_budget_in_bytes(text: str | int, expected: int) -> None:
@@ -73,8 +68,7 @@ def test_bytes_have_three_digits(count: int, text: str) -> None:
 @given(st.integers(1, 10**14))
 def test_written_bytes_are_within_half_a_percent(count: int) -> None:
     amount, unit = format_bytes(count).split()
-    read = parse_bytes(amount + unit).bytes
-    assert read is not None
+    read = known(parse_bytes(amount + unit).bytes)
     assert abs(read - count) <= 0.005 * count
 
 

@@ -108,9 +108,7 @@ def test_gradients_are_dropits(name: str, gamma: float) -> None:
     y, wanted = layer(x), plain(x)
     assert torch.equal(y, wanted)
     g = torch.randn_like(y)
-    found, *others = torch.autograd.grad(
-        y, [layer.get_parameter("weight"), layer.get_parameter("bias"), x], g
-    )
+    found, *others = torch.autograd.grad(y, [*map(layer.get_parameter, ("weight", "bias")), x], g)
     right = torch.autograd.grad(wanted, [plain.get_parameter("bias"), x], g)
     torch.testing.assert_close(others, list(right), rtol=1e-6, atol=1e-6)
     exact = formula(min_k(x, gamma).double(), g.double())

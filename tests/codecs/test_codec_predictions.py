@@ -11,6 +11,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from tests.builders import ViT, workload
+from tests.step_memory import assigned
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
@@ -32,10 +33,8 @@ def _profile() -> Profile:
     return mt.profile(WORK, options=list(OPTIONS.values()), seeds=1)
 
 
-def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
-    return mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, settings) for layer in profile.layers
-    )
+def uniform(profile: Profile, settings: LayerSettings) -> mt.Policy:
+    return assigned(profile, lambda _: settings)
 
 
 @pytest.mark.filterwarnings(
@@ -43,7 +42,7 @@ def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
 )
 @pytest.mark.parametrize("name", OPTIONS)
 def test_predicted_bytes_are_the_measured_ones(profile: Profile, name: str) -> None:
-    policy = policy_of(profile, OPTIONS[name])
+    policy = uniform(profile, OPTIONS[name])
     assert mt.Policy.parse(policy.dumps()) == policy
     model = mt.convert(WORK.build(), policy)
 
@@ -74,8 +73,8 @@ def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:
 
 
 def test_a_search_can_choose_to_drop(profile: Profile) -> None:
-    low = profile.predict(policy_of(profile, OPTIONS["4 bits"]))
-    only = profile.predict(policy_of(profile, OPTIONS["dropped"]))
+    low = profile.predict(uniform(profile, OPTIONS["4 bits"]))
+    only = profile.predict(uniform(profile, OPTIONS["dropped"]))
     assert only.saved_bytes < low.saved_bytes
     limit = (only.saved_bytes + low.saved_bytes) // 2
     plan = mt.search_policy(
@@ -90,5 +89,5 @@ def test_a_saved_profile_knows_the_same(profile: Profile, tmp_path: Path) -> Non
     profile.save(tmp_path / "profile.json")
     again = Profile.load(tmp_path / "profile.json")
     for settings in OPTIONS.values():
-        policy = policy_of(profile, settings)
+        policy = uniform(profile, settings)
         assert again.predict(policy) == profile.predict(policy)

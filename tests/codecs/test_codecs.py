@@ -137,9 +137,7 @@ HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
     ("scale", "level"), [(1e-30, 256), (1.0, 4), (1e4, 10), (math.inf, 2), (math.inf, 256)], ids=str
 )
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_ends_in_half_precision_say_what_ranges_in_single_do(
-    dtype: torch.dtype, scale: float, level: int
-) -> None:
+def test_ends_in_half_precision_are_ranges_in_single(dtype: torch.dtype, scale: float, level: int) -> None:
     spec = spec_of(LayerSettings(level=level, group_size=64))
     limit = torch.finfo(dtype).max
     x = (torch.randn(40, 64, dtype=torch.double) + torch.randn(40, 1)) * min(scale, limit)

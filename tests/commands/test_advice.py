@@ -10,6 +10,7 @@ import pytest
 
 from mesa_tune import cli
 from mesa_tune.profiler import profiling
+from tests.builders import Capture, Patch
 from tests.synthetic import synthetic_profile
 
 HEAD = """
@@ -233,7 +234,7 @@ def next_in(text: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _fresh_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -244,15 +245,11 @@ def assert_profiles(name: str, *options: str) -> None:
 
 SHORT_WALKS = ("mlp", "lstm", "frozen", "optimizer", "one layer", "one batch size")
 """Models of all ways that a profile advises, and whose campaigns are short."""
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.slow("training")) for name in MODELS if name not in SHORT_WALKS
-]
+OTHERS = [pytest.param(key, marks=pytest.mark.slow("training")) for key in MODELS if key not in SHORT_WALKS]
 
 
 @pytest.mark.parametrize("name", [*SHORT_WALKS, *OTHERS])
-def test_the_command_that_a_profile_names_next_succeeds(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_a_profile_names_next_succeeds(name: str, capsys: Capture) -> None:
     assert_profiles(name, "--fast")
     walked = []
     while "report" not in walked:
@@ -263,16 +260,12 @@ def test_the_command_that_a_profile_names_next_succeeds(
 
 
 @pytest.mark.parametrize(("name", "why"), WHY.items())
-def test_a_profile_says_why_no_policy_lowers_the_peak(
-    name: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_says_why_no_policy_lowers_the_peak(name: str, why: str, capsys: Capture) -> None:
     assert_profiles(name, "--fast")
     assert why in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_timeout_ends_a_profile_that_a_search_can_use(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timeout_ends_a_profile_that_a_search_can_use(monkeypatch: Patch, capsys: Capture) -> None:
     with monkeypatch.context() as slow:
         slow.setattr(profiling, "_TIMED_STEPS", 1e9)  # as if the steps to be timed took all of the time
         assert_profiles("mlp", "--timeout", "60")
@@ -282,7 +275,7 @@ def test_a_timeout_ends_a_profile_that_a_search_can_use(
     assert cli.run([command, *options, *SHORT[command]]) == 0
 
 
-def test_an_unreachable_budget_names_one_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_budget_names_one_that_succeeds(capsys: Capture) -> None:
     assert_profiles("optimizer", "--fast", "--quiet")
     for budget, more in (("40%", []), ("100kB", ["--max-batch"])):
         command = ["search", *more, "--trials", "0", "--force"]
@@ -293,7 +286,7 @@ def test_an_unreachable_budget_names_one_that_succeeds(capsys: pytest.CaptureFix
         assert cli.run([*command, "--budget", reachable]) == 0
 
 
-def test_an_unreachable_step_time_names_one_that_is_reachable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_step_time_names_one_that_is_reachable(capsys: Capture) -> None:
     synthetic_profile().save("profile.json")
     command = ["search", "--budget", "80%", "--trials", "0", "--profile", "profile.json"]
     assert cli.run([*command, "--max-slowdown", "0.1"]) == 1

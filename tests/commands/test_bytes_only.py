@@ -12,6 +12,7 @@ import pytest
 import mesa_tune as mt
 from mesa_tune import cli
 from mesa_tune.commands.common import format_bytes
+from tests.builders import Capture, Patch
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 LLAMA |= {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 1, "vocab_size": 32000}
@@ -32,7 +33,7 @@ BATCH_SIZE = 128
 
 
 @pytest.fixture(autouse=True)
-def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fresh_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,7 +43,7 @@ def config(**values: Any) -> str:
     return "hf:config.json"
 
 
-def profiled(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+def profiled(capsys: Capture, *arguments: str) -> tuple[dict[str, Any], str]:
     """Run the command with `--json`; return its document and its other output."""
     status = cli.run(["profile", *arguments, "--bytes-only", "--json"])
     out, err = capsys.readouterr()
@@ -50,14 +51,14 @@ def profiled(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[
     return json.loads(out), err
 
 
-def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def failed(capsys: Capture, *arguments: str) -> str:
     assert cli.run([*arguments]) == 1
     lines = capsys.readouterr().err
     assert 1 <= len(lines.splitlines()) <= 3
     return lines
 
 
-def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: Capture) -> None:
     document, shown = profiled(capsys, config(**LLAMA), "--batch-size", "2", "--length", "2048")
     weights = 2 * 32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 3 * 4096
     assert "LlamaForCausalLM on 2048 tokens at batch size 2" in shown
@@ -76,14 +77,12 @@ def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.Capture
     ],
     ids=["bert", "bert as named", "vit", "t5"],
 )
-def test_a_configuration_says_what_is_trained(
-    values: dict[str, Any], about: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_says_what_is_trained(values: dict[str, Any], about: str, capsys: Capture) -> None:
     _, shown = profiled(capsys, config(**values), "--batch-size", "2")
     assert f"tracing {about}" in shown
 
 
-def test_a_model_file_is_traced_and_then_really_profiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_file_is_traced_and_then_really_profiled(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
     document, _ = profiled(capsys, "model.py", "--device", "cpu")
     assert "no prices" in failed(capsys, "search", "--budget", "50%")
@@ -98,14 +97,14 @@ def test_a_model_file_is_traced_and_then_really_profiled(capsys: pytest.CaptureF
     assert "other inputs" in failed(capsys, "profile", "model.py", "--device", "cpu", "--bytes-only")
 
 
-def test_cuda_is_modelled_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_is_modelled_where_there_is_none(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
     document, shown = profiled(capsys, "model.py", "--device", "cuda")
     assert document["device"] == "cuda"
     assert "few GPUs have checked" in shown
 
 
-def test_which_batch_sizes_fit_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_batch_sizes_fit_a_limit(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
     plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu")), "10MB"
     _, shown = profiled(capsys, "model.py", "--device", "cpu", "--fits", limit)
@@ -118,7 +117,7 @@ def test_which_batch_sizes_fit_a_limit(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow("sweep")
-def test_slices_of_the_loss_are_among_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slices_of_the_loss_are_among_what_fits(capsys: Capture) -> None:
     # Large logits beside blocks that are large enough to matter where the logits have slices.
     sizes = {**TINY, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256}
     name = config(model_type="llama", vocab_size=2048, **sizes)
@@ -143,9 +142,7 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: pytest.CaptureFixture[st
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_errors(
-    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_are_errors(arguments: list[str], what: str, capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
     config(**VIT)
     assert what in failed(capsys, "profile", *arguments)
@@ -160,14 +157,10 @@ def test_bad_arguments_are_errors(
     ],
     ids=["no type", "unknown", "no task"],
 )
-def test_other_files_are_errors(
-    values: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_errors(values: dict[str, Any], what: str, capsys: Capture) -> None:
     assert what in failed(capsys, "profile", config(**values), "--bytes-only")
 
 
-def test_without_transformers_the_error_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_transformers_the_error_says_so(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install transformers" in failed(capsys, "profile", config(**LLAMA), "--bytes-only")

@@ -13,15 +13,16 @@ from mesa_tune.commands import doctor as doctor_module
 from mesa_tune.commands.common import Output, format_table
 from mesa_tune.errors import BudgetError, MesaTuneError
 from mesa_tune.workload.workload import Workload
+from tests.builders import Capture, Patch
 
 
 @pytest.fixture(autouse=True)
-def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fresh_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def fails_with(error: BaseException, monkeypatch: Patch) -> None:
     """Lets every command end in `error`."""
 
     def fail(arguments: list[str]) -> int:
@@ -33,7 +34,7 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 # Statuses
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: Capture) -> None:
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out.strip()
 
@@ -41,9 +42,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", [["frobnicate"], ["--frob"], ["doctor", "--frob"], ["init", "--levle", "3"]], ids=" ".join
 )
-def test_unknown_options_and_commands_exit_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_options_and_commands_exit_with_2(arguments: list[str], capsys: Capture) -> None:
     assert cli.run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -51,9 +50,7 @@ def test_unknown_options_and_commands_exit_with_2(
     assert "No such" in captured.err
 
 
-def test_a_bad_value_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_value_exits_with_1(monkeypatch: Patch, capsys: Capture) -> None:
     import typer
 
     def steps(n: int = 5) -> None:
@@ -90,29 +87,29 @@ def test_an_error_is_explained(
     error: BaseException,
     status: int,
     text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:
     fails_with(error, monkeypatch)
     assert cli.run(["search"]) == status
     assert capsys.readouterr().err == text
 
 
-def test_a_policy_in_the_place_of_an_option_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_in_the_place_of_an_option_is_answered(capsys: Capture) -> None:
     assert cli.run(["verify", "other.txt"]) == 2
     assert "a policy is an option: --policy other.txt\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "error"), [([], ZeroDivisionError), (["--debug"], MesaTuneError)])
 def test_bugs_and_with_debug_all_errors_have_a_traceback(
-    options: list[str], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    options: list[str], error: type[Exception], monkeypatch: Patch
 ) -> None:
     fails_with(error("x"), monkeypatch)
     with pytest.raises(error):
         cli.run(["search", *options])
 
 
-def test_ctrl_c_inside_a_command_reaches_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_inside_a_command_reaches_us(monkeypatch: Patch) -> None:
     def interrupted() -> doctor_module.Finding:
         raise KeyboardInterrupt
 
@@ -139,9 +136,7 @@ def test_as_a_program_an_error_has_no_traceback() -> None:
     assert len(done.stderr.splitlines()) <= 3
 
 
-def test_the_shell_completes_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shell_completes_commands(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("_MESA_TUNE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "mesa-tune ver")
     monkeypatch.setenv("COMP_CWORD", "1")
@@ -153,7 +148,7 @@ def test_the_shell_completes_commands(
 # init
 
 
-def test_init_writes_a_model_file_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_model_file_that_works(capsys: Capture) -> None:
     assert cli.run(["init", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"schema": "mesa-tune.init/1", "path": "model.py"}
@@ -163,7 +158,7 @@ def test_init_writes_a_model_file_that_works(capsys: pytest.CaptureFixture[str])
     loaded.compute_loss(loaded.build(), loaded.make_batch(4)).backward()
 
 
-def test_init_keeps_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_keeps_what_is_there(capsys: Capture) -> None:
     Path("mine.py").write_text("mine")
     assert cli.run(["init", "mine.py"]) == 1
     assert "--force" in capsys.readouterr().err
@@ -176,7 +171,7 @@ def test_init_keeps_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 # doctor
 
 
-def test_doctor_says_how_to_build_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_how_to_build_the_cuda_kernels(monkeypatch: Patch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     assert doctor_module._cuda_kernels().good
     monkeypatch.setattr("torch.version.cuda", "13.0")
@@ -185,7 +180,7 @@ def test_doctor_says_how_to_build_the_cuda_kernels(monkeypatch: pytest.MonkeyPat
     assert "CUDA 13.0 toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 pip install" in finding.remedy
 
 
-def test_doctor_says_when_the_kernels_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_when_the_kernels_are_switched_off(monkeypatch: Patch) -> None:
     from mesa_tune import ops
 
     monkeypatch.setattr(ops, "native", lambda: False)
@@ -196,7 +191,7 @@ def test_doctor_says_when_the_kernels_are_switched_off(monkeypatch: pytest.Monke
 # How commands speak
 
 
-def test_lines_make_way_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_make_way_for_json(capsys: Capture) -> None:
     Output().line("for people")
     Output(json=True).line("aside")
     Output(quiet=True).line("nobody hears this")
@@ -204,14 +199,12 @@ def test_lines_make_way_for_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("for people\n", "aside\n")
 
 
-def test_warnings_are_never_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_never_quiet(capsys: Capture) -> None:
     Output(quiet=True).warn("look out")
     assert capsys.readouterr().err == "warning: look out\n"
 
 
-def test_progress_without_a_terminal_is_a_line_each_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_without_a_terminal_is_a_line_each_minute(monkeypatch: Patch, capsys: Capture) -> None:
     seconds = iter([0.0, 30.0, 70.0, 70.0, 100.0, 131.0, 131.0])
     monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     output = Output()
@@ -221,7 +214,7 @@ def test_progress_without_a_terminal_is_a_line_each_minute(
     assert capsys.readouterr().err == "2 of 4\n4 of 4\n"
 
 
-def test_a_document_is_whole_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_document_is_whole_json(capsys: Capture) -> None:
     Output().document("plan", {"a": 1})
     assert capsys.readouterr().out == ""
     Output(json=True, quiet=True).document("plan", {"a": None})

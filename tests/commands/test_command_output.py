@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mesa_tune.cli import COMMANDS
+from tests.builders import Patch
 from tests.damage import MODEL, PROFILE, REPORT, SEARCH, VERIFY, Home, fresh
 
 WALK = (f"{PROFILE} --force", SEARCH, VERIFY)
@@ -61,9 +62,7 @@ def test_good_runs_begin_with_the_device_and_warn_of_nothing_and_quiet_ones_are_
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_has_80_columns_and_whole_sentences(
-    command: str, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_80_columns_and_whole_sentences(command: str, home: Home, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = home.run(f"{command} --help")
     assert (said.status, said.err) == (0, "")

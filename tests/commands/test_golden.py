@@ -32,6 +32,7 @@ from mesa_tune.profiler.timing.duration import remaining_text
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.model_file import file_fingerprint
+from tests.builders import Patch
 from tests.synthetic import COARSE, noisy, synthetic_profile
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -297,9 +298,7 @@ OUTPUT = {f"{name}.txt": make for name, make in TABLES.items()} | FILES
 
 
 @pytest.mark.parametrize("name", OUTPUT)
-def test_what_is_printed_is_as_in_its_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_printed_is_as_in_its_file(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)  # a run in the clone, such as the demo's, would change what comes next
     monkeypatch.setattr("mesa_tune.search.reach._SECONDS", 60.0)  # also on a busy machine
     assert OUTPUT[name]() == (GOLDEN / name).read_text("utf-8").splitlines()

@@ -10,6 +10,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
+from tests.builders import Capture, Patch
 from tests.commands.scripts import BERT, END, MODEL, ROOT, SCRIPTS, START, InThisProcess, plain_profile, rows
 
 SELF = [sys.executable, "train.py"]
@@ -60,7 +61,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(name="folder", autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The current folder; Python scripts run in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.Popen", InThisProcess)
@@ -128,7 +129,7 @@ def test_what_is_observed_is_what_the_file_profiles(name: str, folder: Path) -> 
 COMMAND = ["init", "mine.py", "--from", "train.py --classes 7"]
 
 
-def assert_is_the_own_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def assert_is_the_own_step(folder: Path, capfd: Capture) -> None:
     """`COMMAND` records `OWN`."""
     (folder / "train.py").write_text(OWN)
     assert cli.run(COMMAND) == 0
@@ -139,7 +140,7 @@ def assert_is_the_own_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert (options["lr"], options["momentum"]) == (0.1, 0.9)
 
 
-def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_with_classes_of_its_own(folder: Path, capfd: Capture) -> None:
     assert_is_the_own_step(folder, capfd)
     assert cli.run(["profile", "--run", "script", "--", *SELF, "--classes", "7"]) == 0
     assert rows(of_file("mine")) == rows(mt.Profile.load("script/profile.json"))
@@ -152,9 +153,7 @@ def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.slow("processes")
-def test_a_child_process_is_recorded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_child_process_is_recorded(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
     monkeypatch.undo()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -165,7 +164,7 @@ def test_a_child_process_is_recorded(
     assert rows(of_file("mine")) == rows(of_file("model"))
 
 
-def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: Capture) -> None:
     (folder / "train.py").write_text(
         "import torch\n"
         "net = torch.nn.Linear(4, 4)\n"
@@ -180,6 +179,6 @@ def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: pytest.Ca
     assert len(error.splitlines()) == 3
 
 
-def test_a_file_name_without_its_ending(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_name_without_its_ending(capfd: Capture) -> None:
     assert cli.run(["init", "model", "--from", "train.py"]) == 1
     assert "that ends in .py" in capfd.readouterr().err

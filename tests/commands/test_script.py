@@ -15,6 +15,7 @@ import mesa_tune as mt
 from mesa_tune import cli
 from mesa_tune.commands import script as running
 from mesa_tune.profiler.watching import bootstrap
+from tests.builders import Capture, Patch
 from tests.commands.scripts import (
     BERT,
     END,
@@ -37,7 +38,7 @@ in_child = pytest.mark.slow("processes")
 
 
 @pytest.fixture(name="folder", autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The current folder, with a model file."""
     monkeypatch.chdir(tmp_path)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -47,7 +48,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(name="here")
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(monkeypatch: Patch) -> None:
     """Python scripts run in this process."""
     monkeypatch.setattr("subprocess.Popen", InThisProcess)
 
@@ -56,7 +57,7 @@ here = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(name="soon")
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch: Patch) -> None:
     """A script that cannot be observed has little time to end by itself."""
     monkeypatch.setattr(running, "_SOON_S", 0.1)
 
@@ -76,9 +77,7 @@ def assert_observed(expected: mt.Profile) -> None:
 
 @here
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_unmodified_script(
-    name: str, folder: Path, expected: mt.Profile, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unmodified_script(name: str, folder: Path, expected: mt.Profile, capfd: Capture) -> None:
     (folder / "train.py").write_text(START + SCRIPTS[name] + END)
     run_plainly()
     assert cli.run(["profile", "--", *SELF]) == 0
@@ -92,7 +91,7 @@ def test_an_unmodified_script(
 
 
 @in_child
-def test_a_child_process_is_observed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_process_is_observed(folder: Path, capfd: Capture) -> None:
     (folder / "model.py").write_text(BERT)
     (folder / "train.py").write_text(START + SCRIPTS["Trainer"] + END)
     assert cli.run(["profile", "--", *SELF]) == 0
@@ -103,14 +102,14 @@ def test_a_child_process_is_observed(folder: Path, capfd: pytest.CaptureFixture[
 
 
 @in_child
-def test_a_child_process_is_stopped(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_process_is_stopped(folder: Path, capfd: Capture) -> None:
     endless = SCRIPTS["loop"].replace("range(4)", "iter(int, 1)")
     (folder / "train.py").write_text(START + endless + END)
     assert cli.run(["profile", "--stop", "--", *SELF]) == 0
     assert "wrote mesa-run/profile.json" in capfd.readouterr().out
 
 
-def test_stop_ends_the_script(folder: Path, expected: mt.Profile, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stop_ends_the_script(folder: Path, expected: mt.Profile, capfd: Capture) -> None:
     expected.save(folder / "made.json")
     script = f"cp made.json {SHARED}/profile.json; exec sleep 1000"
     assert cli.run(["profile", "--stop", "--", "sh", "-c", script]) == 0
@@ -118,9 +117,7 @@ def test_stop_ends_the_script(folder: Path, expected: mt.Profile, capfd: pytest.
 
 
 @in_child
-def test_the_users_sitecustomize_still_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_users_sitecustomize_still_runs(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = True\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), os.environ["PYTHONPATH"]]))
@@ -131,9 +128,7 @@ def test_the_users_sitecustomize_still_runs(
     assert captured.err.startswith("error: no step was observed")
 
 
-def test_a_hidden_sitecustomize_takes_the_place_of_ours(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_sitecustomize_takes_the_place_of_ours(folder: Path, monkeypatch: Patch) -> None:
     ours, theirs = str(folder / "ours"), str(folder / "theirs")
     for path in (ours, theirs):
         Path(path).mkdir()
@@ -147,7 +142,7 @@ def test_a_hidden_sitecustomize_takes_the_place_of_ours(
     assert vars(sys.modules["sitecustomize"])["ran"]
 
 
-def test_the_watcher_waits_for_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watcher_waits_for_torch(folder: Path, monkeypatch: Patch) -> None:
     for name in ("torch", "other"):
         (folder / f"{name}.py").write_text("ready = True\n")
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -165,7 +160,7 @@ def test_the_watcher_waits_for_torch(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @here
-def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: Capture) -> None:
     name = "'mesa_tune.profiler.recording.starting'"
     hidden = f"kept, sys.modules[{name}] = sys.modules[{name}], None\nnet(**batch(8))\n"
     (folder / "train.py").write_text(f"{START}{hidden}sys.modules[{name}] = kept\n")
@@ -185,9 +180,7 @@ def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: pytest.CaptureF
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_run_is_told(
-    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_run_is_told(arguments: list[str], said: str, capfd: Capture) -> None:
     assert cli.run(["profile", *arguments]) == 1
     error = capfd.readouterr().err
     assert said in error
@@ -236,6 +229,7 @@ train(5, compressed)
 """,
     "callback": """
 from transformers import Trainer, TrainingArguments
+from tests.builders import Capture, Patch
 from mesa_tune.integrations.transformers import MesaTuneCallback
 class Scored(Net):
     def forward(self, x, labels): return {"loss": F.cross_entropy(super().forward(x), labels)}
@@ -249,9 +243,7 @@ Trainer(net, arguments, train_dataset=data, callbacks=[MesaTuneCallback(policy)]
 
 @here
 @pytest.mark.parametrize("name", COMPRESSING)
-def test_a_script_that_compresses_is_refused_and_trains_on(
-    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_compresses_is_refused_and_trains_on(name: str, folder: Path, capfd: Capture) -> None:
     (folder / "train.py").write_text(NETS + COMPRESSING[name] + END)
     run_plainly()
     assert cli.run(["profile", "--run", "observed", "--", *SELF]) == 1
@@ -265,7 +257,7 @@ def test_a_script_that_compresses_is_refused_and_trains_on(
 
 
 @here
-def test_two_models_have_the_names_of_their_classes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_models_have_the_names_of_their_classes(folder: Path, capfd: Capture) -> None:
     gan = """
 made, judge = Generator(8, 16), Discriminator(16, 1)
 of_made, of_judge = torch.optim.Adam(made.parameters()), torch.optim.Adam(judge.parameters())
@@ -304,9 +296,7 @@ for _ in range(5):
         ("net.compile(backend='eager'); train(4)", "set TORCH_COMPILE_DISABLE=1 if it compiles its model\n"),
     ],
 )
-def test_why_no_step_was_observed(
-    script: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_why_no_step_was_observed(script: str, said: str, folder: Path, capfd: Capture) -> None:
     (folder / "train.py").write_text(NETS + script)
     assert cli.run(["profile", "--", *SELF]) == 1
     error = capfd.readouterr().err
@@ -317,9 +307,7 @@ def test_why_no_step_was_observed(
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("name", ["profile", "init"])
-def test_a_script_that_cannot_be_observed_does_not_run_on(
-    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_cannot_be_observed_does_not_run_on(name: str, folder: Path, capfd: Capture) -> None:
     (folder / "train.sh").write_text(FAULT + "exec sleep 1000\n")
     commands = {
         "profile": ["profile", "--stop", "--", "sh", "train.sh"],
@@ -330,9 +318,7 @@ def test_a_script_that_cannot_be_observed_does_not_run_on(
 
 
 @pytest.mark.usefixtures("soon")
-def test_it_is_said_at_once_that_no_step_will_be_observed(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_at_once_that_no_step_will_be_observed(folder: Path, capfd: Capture) -> None:
     (folder / "train.sh").write_text(FAULT + "exec sleep 0.5\n")
     assert cli.run(["profile", "--", "sh", "train.sh"]) == 1
     first = "mesa-tune: why not; the script goes on, unobserved"
@@ -341,9 +327,7 @@ def test_it_is_said_at_once_that_no_step_will_be_observed(
 
 @in_child
 @pytest.mark.usefixtures("soon")
-def test_a_helper_of_the_script_that_ends_is_not_the_script(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_helper_of_the_script_that_ends_is_not_the_script(folder: Path, capfd: Capture) -> None:
     helper = "import torch; torch.nn.Linear(2, 2)(torch.ones(2))"
     started = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {helper!r}])"
     (folder / "train.py").write_text(NETS + started + "; time.sleep(1); train(4)")

@@ -19,6 +19,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, objectives
 from mesa_tune.units import format_bytes
 from mesa_tune.workload.workload import Workload
+from tests.builders import Capture, Patch
 from tests.synthetic import COARSE, noisy, synthetic_profile
 
 MODEL = """
@@ -52,7 +53,7 @@ def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="folder", autouse=True)
-def _folder(profiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _folder(profiled: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     """A fresh copy of the profiled folder, in which the test runs."""
     monkeypatch.chdir(tmp_path)
     Path("mesa-run").mkdir()
@@ -70,9 +71,7 @@ def search(*arguments: str) -> int:
     return cli.run(["search", *arguments])
 
 
-def assert_refused(
-    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], words: Sequence[str]
-) -> None:
+def assert_refused(arguments: Sequence[str], capsys: Capture, words: Sequence[str]) -> None:
     """The command ends with status 1 and at most three lines that hold `words`; nothing is written."""
     before = {
         path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and ".pyc" not in path.name
@@ -88,7 +87,7 @@ def assert_refused(
     assert not {"plan.json", "policy.txt"} & (files() - {path.name for path in before})
 
 
-def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_alone_gives_plan_and_policy(capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "0") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "device: cpu"
@@ -105,7 +104,7 @@ def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[s
     assert "study.db" not in files()
 
 
-def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_measures_and_goes_on(capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "2", "--json") == 0
     first = json.loads(capsys.readouterr().out)
     assert first["schema"] == "mesa-tune.search/1"
@@ -118,13 +117,13 @@ def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"study.db", "plan.json", "policy.txt"} <= files()
 
 
-def test_a_budget_that_the_plain_step_keeps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_the_plain_step_keeps_says_so(capsys: Capture) -> None:
     assert search("--budget", "6GB") == 0
     assert "plain step fits the budget" in capsys.readouterr().out
     assert Policy.load("mesa-run/policy.txt") == Policy()
 
 
-def test_an_empty_policy_is_not_to_be_converted_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_policy_is_not_to_be_converted_to(capsys: Capture) -> None:
     assert search("--budget", "150%") == 0
     out = capsys.readouterr().out
     assert "mt.convert" not in out
@@ -132,12 +131,12 @@ def test_an_empty_policy_is_not_to_be_converted_to(capsys: pytest.CaptureFixture
     assert out.endswith("next: mesa-tune report\n")
 
 
-def test_a_budget_below_the_reachable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_below_the_reachable(capsys: Capture) -> None:
     assert_refused(["--budget", "1kB"], capsys, ["static bytes", "smallest reachable peak"])
     assert files() == {"profile.json"}
 
 
-def test_a_changed_model_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_model_file(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL + "\n# tuned\n", "utf-8")
     assert_refused(["--budget", BUDGET], capsys, ["model.py", "changed since it was profiled"])
     assert search("--budget", BUDGET, "--trials", "0") == 0
@@ -152,26 +151,24 @@ def _header_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_text, _header_only], ids=["foreign", "corrupt"])
-def test_a_bad_study_is_refused_and_made_anew_by_force(
-    spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_study_is_refused_and_made_new_by_force(spoil: Callable[[Path], None], capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
     spoil(Path("mesa-run/study.db"))
     assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])
     assert search("--budget", BUDGET, "--trials", "1", "--force") == 0
 
 
-def test_a_study_that_was_there_before_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_that_was_there_before_is_left_alone(capsys: Capture) -> None:
     _text(Path("mesa-run/study.db"))
     assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])
 
 
-def test_force_deletes_no_study_for_a_budget_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_force_deletes_no_study_for_a_budget_that_fails(capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
     assert_refused(["--budget", "1kB", "--force"], capsys, ["smallest reachable peak"])
 
 
-def test_a_policy_edited_by_hand_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_edited_by_hand_is_kept(capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     path = Path("mesa-run/policy.txt")
     path.write_text(path.read_text("utf-8") + "\n# mine\n", "utf-8")
@@ -181,7 +178,7 @@ def test_a_policy_edited_by_hand_is_kept(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow("training")
-def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: Capture) -> None:
     path = Path("mesa-run/profile.json")
     before, predicted = Profile.load(path), []
     for slower in (1, 100):
@@ -193,7 +190,7 @@ def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.Cap
     assert_refused(["--budget", BUDGET, "--trials", "0"], capsys, ["other inputs", "workload", "--force"])
 
 
-def test_a_refused_budget_says_what_differs_and_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_budget_says_what_differs_and_what_to_type(capsys: Capture) -> None:
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     assert search("--budget", "85%", "--trials", "0") == 1
     error = capsys.readouterr().err
@@ -217,7 +214,7 @@ def test_the_same_budget_typed_in_another_way_is_the_same_budget() -> None:
     assert search("--budget", str(budget), "--batch-size", "1024", "--trials", "0", "--quiet") == 0
 
 
-def test_a_profile_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_is_elsewhere(capsys: Capture) -> None:
     Path("else").mkdir()
     Path("else/profile.json").write_text("mine")
     elsewhere = ["--profile", "mesa-run/profile.json", "--run", "else"]
@@ -243,7 +240,7 @@ LOSS = (
 
 
 @pytest.mark.slow("training")
-def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL.replace(PLAIN_LOSS, LOSS))
     profile(Workload.load("model.py", device="cpu"), options=OPTIONS).save("mesa-run/profile.json")
     assert search("--budget", "70%", "--trials", "0") == 0
@@ -260,9 +257,7 @@ def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: pytest.CaptureFixt
     assert "with mt.compress_saved(policy):" in Path("mesa-run/report.html").read_text("utf-8")
 
 
-def test_out_of_memory_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory_says_what_to_do(monkeypatch: Patch, capsys: Capture) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -270,7 +265,7 @@ def test_out_of_memory_says_what_to_do(
     assert_refused(["--budget", BUDGET, "--trials", "2"], capsys, ["out of memory", "--batch-size 512"])
 
 
-def test_a_profile_made_in_python_is_solved_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_made_in_python_is_solved_without_a_model(capsys: Capture) -> None:
     synthetic_profile(2, grid=COARSE).save("mesa-run/profile.json")
     assert_refused(["--budget", "60%"], capsys, ["names no model file", "--trials 0"])
     assert search("--budget", "60%", "--trials", "0", "--batch-size", "20", "--max-saved", "90%") == 0
@@ -283,7 +278,7 @@ def noisy_run() -> Profile:
     return made
 
 
-def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_says_which_objective_held(capsys: Capture) -> None:
     noisy_run()
     for options, words in (
         (["--budget", "60%"], "objective  time within noise ratio 0.005; no plan of the settings tried"),
@@ -298,7 +293,7 @@ def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[st
     assert "objective error" in Path("mesa-run/policy.txt").read_text("utf-8")
 
 
-def test_several_budgets_have_a_table_and_files_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_budgets_have_a_table_and_files_of_their_own(capsys: Capture) -> None:
     noisy_run()
     several = ["--budget", "80%,60%, 500kB", "--trials", "0"]
     assert search(*several) == 0
@@ -316,9 +311,7 @@ def test_several_budgets_have_a_table_and_files_of_their_own(capsys: pytest.Capt
     assert [plan["budget_bytes"] for plan in plans] == saved
 
 
-def test_what_is_free_can_be_the_budget(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_free_can_be_the_budget(capsys: Capture, monkeypatch: Patch) -> None:
     made = noisy_run()
     free = int(0.8 * made.peak_bytes)
     monkeypatch.setattr("mesa_tune.free_memory._available", lambda: free)
@@ -330,7 +323,7 @@ def test_what_is_free_can_be_the_budget(
     assert free_memory("cpu") == (free - 1000, "left by it")
 
 
-def test_the_largest_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_batch_is_planned_for(capsys: Capture) -> None:
     noisy_run()
     assert search("--budget", "100%", "--max-batch", "--trials", "0") == 0
     plan = Plan.load("mesa-run/plan.json")
@@ -343,7 +336,7 @@ def test_the_largest_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) ->
     assert "room for what no prediction has: 3% and 8 MB" in capsys.readouterr().out
 
 
-def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_pinned_and_stores_forbidden(capsys: Capture) -> None:
     noisy_run()
     pins = ["--pin", "blocks.0.*: exact", "--pin", "blocks.1.fc2: level 4"]
     arguments = ["--budget", "75%", "--trials", "0", "--forbid", "derive,tile", "--only", "level"]
@@ -356,9 +349,7 @@ def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[st
     assert_refused(["--trials", "0"], capsys, ["no budget", "--smallest"])
 
 
-def test_ctrl_c_writes_the_solved_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_writes_the_solved_plan(monkeypatch: Patch, capsys: Capture) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -378,7 +369,7 @@ def test_ctrl_c_writes_the_solved_plan(
     assert Plan.load("mesa-run/plan.json") == confirmed
 
 
-def test_a_study_is_joined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_study_is_joined(capsys: Capture, tmp_path: Path) -> None:
     journal = ["--storage", f"journal:{tmp_path}/study.journal"]
     assert search("--budget", BUDGET, "--trials", "1", *journal) == 0
     out = capsys.readouterr().out

@@ -18,7 +18,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from mesa_tune import notice
 from mesa_tune.compat import actnn
-from tests.builders import known
+from tests.builders import descend, known
 from tests.compat_measures import error, gradient, saved_bytes
 from tests.profiler import models
 
@@ -67,10 +67,7 @@ def test_training_script(batch: Batch) -> None:
     model = actnn.QModule(resnet(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     first = loss_of(model, batch)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    descend(optimizer, lambda: loss_of(model, batch), 2)
     assert loss_of(model, batch) < first
 
 
@@ -140,8 +137,7 @@ def assert_norms_follow(model: nn.Module) -> None:
     norms = [layer.scheme for layer in model.modules() if isinstance(layer, actnn.QBatchNorm2d)]
     for norm in norms:
         assert isinstance(norm, actnn.QBNScheme)
-        assert norm.prev_linear is not None
-        assert norm.bits == norm.prev_linear.bits
+        assert norm.bits == known(norm.prev_linear).bits
     assert norms
 
 

@@ -19,7 +19,7 @@ import mesa_tune.compat.mesa as ms
 from mesa_tune.compat import gact
 from mesa_tune.compat.dropit import to_dropit
 from mesa_tune.compat.dropit.dropiter import DropITer
-from tests.builders import gpt2, own_loss, words
+from tests.builders import descend, gpt2, own_loss, words
 from tests.compat_measures import error, gradient, saved_bytes
 
 GAMMA = 0.9
@@ -81,10 +81,7 @@ def test_training_script() -> None:
     # Three of four inputs drop to 4 bytes for each tenth element and a bit for every one.
     assert saved_bytes(model, lambda: loss(model)) < 0.25 * before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss(model).backward()
-        optimizer.step()
+    descend(optimizer, lambda: loss(model), 30)
     assert loss(model) < 0.2 * output
 
 
@@ -103,7 +100,7 @@ def test_gpt2() -> None:
     torch.manual_seed(0)
     model, batch = gpt2(layers=1).train(), words(4)
 
-    def loss() -> Tensor:
+    def loss() -> Any:
         torch.manual_seed(1)
         return own_loss(model, batch)
 

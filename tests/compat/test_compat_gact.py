@@ -21,6 +21,7 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.profiler.memory.trace import observing
 from tests.builders import Checkpointed, no_trace
 from tests.compat_measures import error, gradient, saved_bytes
+from tests.step_memory import Composed
 
 CLASSES = 512
 TAGS = {  # of a layer of each kind
@@ -33,41 +34,32 @@ TAGS = {  # of a layer of each kind
 }
 
 
-class MatmulBlock(nn.Module):
+def through_block(m: Any, x: Tensor) -> Any:
     """A transformer block whose attention is written with products and a softmax."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        weights = (q @ k.transpose(1, 2) / 8).softmax(dim=-1)
-        x = x + self.proj(weights @ v)
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
+    q, k, v = m.qkv(m.norm1(x)).chunk(3, dim=-1)
+    weights = (q @ k.transpose(1, 2) / 8).softmax(dim=-1)
+    x = x + m.proj(weights @ v)
+    return x + m.mlp(m.norm2(x))
 
 
-class Net(nn.Module):
-    """A small transformer over vectors, its loss on many classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(48)
-        self.blocks = nn.Sequential(MatmulBlock(64))
-        self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.drop(self.blocks(self.norm(self.first(x))).mean(1)))
-        return result
+def through_net(m: Any, x: Tensor) -> Any:
+    return m.head(m.drop(m.blocks(m.norm(m.first(x))).mean(1)))
 
 
-def make() -> tuple[Net, Callable[[], Tensor]]:
+def net() -> Any:
+    """A small transformer over vectors, with many classes."""
+    ends = {"first": nn.Linear(32, 64), "norm": nn.BatchNorm1d(48)}
+    norms = {"norm1": nn.LayerNorm(64), "norm2": nn.LayerNorm(64)}
+    linear = {"qkv": nn.Linear(64, 192), "proj": nn.Linear(64, 64)}
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    blocks = nn.Sequential(Composed(through_block, **norms, **linear, mlp=mlp))
+    return Composed(through_net, **ends, blocks=blocks, drop=nn.Dropout(0.1), head=nn.Linear(64, CLASSES))
+
+
+def make() -> tuple[Any, Callable[[], Tensor]]:
     """The network and its loss on one batch, with the same dropout each time."""
     torch.manual_seed(0)
-    model, x, y = Net(), torch.randn(16, 48, 32), torch.randint(0, CLASSES, (16,))
+    model, x, y = net(), torch.randn(16, 48, 32), torch.randint(0, CLASSES, (16,))
 
     def loss() -> Tensor:
         torch.manual_seed(2)
@@ -347,7 +339,7 @@ def test_checkpointing_below_hooks(reentrant: bool) -> None:
     model, loss = make()
     exact = gradient(model, loss)
     gact.set_optimization_level("L1")
-    model.blocks = Checkpointed(model.blocks, reentrant)  # type: ignore[assignment]
+    model.blocks = Checkpointed(model.blocks, reentrant)
     assert 0 < error(gradient(model, below_hooks(Controller(model), loss)), exact) < 0.1
 
 
@@ -364,10 +356,9 @@ def test_copies_below_hooks_are_plain() -> None:
     controller, x = Controller(model), torch.randn(16, 48, 32)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
 
-        def output(other: nn.Module = other) -> Tensor:
+        def output(other: nn.Module = other) -> Any:
             torch.manual_seed(2)
-            value: Tensor = other(x).square().sum()
-            return value
+            return other(x).square().sum()
 
         found = gradient(other, below_hooks(controller, output))
         assert torch.equal(found, gradient(other, output))

@@ -13,64 +13,50 @@ from torch import Tensor, nn
 import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
-from tests.builders import cross_entropy
+from tests.builders import cross_entropy, descend
 from tests.compat_measures import error, gradient, saved_bytes
+from tests.step_memory import Composed
 
 WIDTH, HEADS = 48, 3
 POLICY = "on fc conv layernorm gelu softmax matmul:\n  by_index: all\n  enable: True\n  ema_decay: 0.9\n"
 Batch = tuple[Tensor, Tensor]
 
 
-class MesaAttention(nn.Module):
+def attention() -> nn.Module:
     """As Mesa's README writes it: products and softmax as layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mm1, self.mm2 = ms.MatMul(quant_groups=HEADS), ms.MatMul(quant_groups=HEADS)
-        self.softmax = ms.Softmax(dim=-1, quant_groups=HEADS)
+    def forward(m: Any, x: Tensor) -> Any:
+        q, k, v = m.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = m.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
+        return m.proj(m.mm2(m.softmax(scores), v).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        scores = self.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
-        result: Tensor = self.proj(self.mm2(self.softmax(scores), v).transpose(1, 2).flatten(2))
-        return result
+    linear = {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
+    products = {name: ms.MatMul(quant_groups=HEADS) for name in ("mm1", "mm2")}
+    return Composed(forward, **linear, **products, softmax=ms.Softmax(dim=-1, quant_groups=HEADS))
 
 
-class MesaBlock(nn.Module):
-    """A transformer block with `MesaAttention`."""
+def block() -> nn.Module:
+    """A transformer block with `attention`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(WIDTH, eps=1e-3), MesaAttention()
-        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-3)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    def forward(m: Any, x: Tensor) -> Any:
+        x = x + m.attn(m.norm1(x))
+        return x + m.mlp(m.norm2(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
-
-
-class MesaViT(nn.Module):
-    """Images to logits, through two blocks of `MesaAttention`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
-        self.blocks = nn.Sequential(MesaBlock(), MesaBlock())
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        tokens = self.patches(images).flatten(2).transpose(1, 2)
-        result: Tensor = self.head(self.blocks(tokens).mean(1))
-        return result
+    norms = {name: nn.LayerNorm(WIDTH, eps=1e-3) for name in ("norm1", "norm2")}
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    return Composed(forward, **norms, attn=attention(), mlp=mlp)
 
 
 @pytest.fixture
-def vit() -> MesaViT:
+def vit() -> nn.Module:
+    """Images to logits, through two blocks."""
+
+    def forward(m: Any, images: Tensor) -> Any:
+        return m.head(m.blocks(m.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
     torch.manual_seed(0)
-    return MesaViT()
+    patches, blocks = nn.Conv2d(3, WIDTH, 4, stride=4), nn.Sequential(block(), block())
+    return Composed(forward, patches=patches, blocks=blocks, head=nn.Linear(WIDTH, 10))
 
 
 @pytest.fixture
@@ -92,9 +78,7 @@ def deployed(model: nn.Module, path: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize(("level", "share", "most"), [(256, 0.29, 1e-3), (16, 0.16, 0.2), (4, 0.1, 3)])
-def test_training_script(
-    vit: Any, batch: Batch, tmp_path: Path, level: int, share: float, most: float
-) -> None:
+def test_training(vit: Any, batch: Batch, tmp_path: Path, level: int, share: float, most: float) -> None:
     plain = copy.deepcopy(vit)
     model = deployed(vit, write_policy(tmp_path, level))
     ours, exact = (partial(cross_entropy, net, batch) for net in (model, plain))
@@ -103,10 +87,7 @@ def test_training_script(
     assert saved_bytes(model, ours) < share * saved_bytes(plain, exact)
     assert 0 < error(gradient(model, ours), gradient(plain, exact)) < most
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(10):
-        optimizer.zero_grad()
-        ours().backward()
-        optimizer.step()
+    descend(optimizer, ours, 10)
     assert ours() < first
 
 
@@ -161,7 +142,6 @@ def test_conversion_keeps_weights_eps_hooks_and_mode(vit: Any) -> None:
     vit.blocks[0].eval()
     ms.policy.convert_by_num_groups(vit, 3)
     block = vit.blocks[0]
-    assert isinstance(block, MesaBlock)
     assert isinstance(block.norm1, ms.LayerNorm)
     assert (block.norm1.eps, block.norm1.training, vit.head.training) == (1e-3, False, True)
     assert vit.head.weight is weight

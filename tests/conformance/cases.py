@@ -56,9 +56,8 @@ def _of_halves(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda h, **parameters: function(*h.chunk(2, -1), **parameters)
 
 
-def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = torch.addmm(b, h.flatten(0, 1), w).unflatten(0, h.shape[:2])
-    return y
+def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Any:
+    return torch.addmm(b, h.flatten(0, 1), w).unflatten(0, h.shape[:2])
 
 
 def _relu_in_place(h: Tensor) -> Tensor:
@@ -70,9 +69,8 @@ def _explicit_attention(h: Tensor) -> Tensor:
     return F.softmax(q @ k.transpose(-2, -1), dim=-1) @ v
 
 
-def _heads(h: Tensor, count: int) -> Tensor:
-    heads: Tensor = h.unflatten(-1, (count, -1)).transpose(1, 2)
-    return heads
+def _heads(h: Tensor, count: int) -> Any:
+    return h.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 def _attention(h: Tensor, **kwargs: Any) -> Tensor:
@@ -137,9 +135,8 @@ class SelfAttention(nn.Module):
         self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
         self.need_weights = need_weights
 
-    def forward(self, h: Tensor) -> Tensor:
-        output: Tensor = self.attention(h, h, h, need_weights=self.need_weights)[0]
-        return output
+    def forward(self, h: Tensor) -> Any:
+        return self.attention(h, h, h, need_weights=self.need_weights)[0]
 
 
 _BAND = torch.ones(24, 24, dtype=torch.bool).tril(1)
@@ -208,9 +205,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "where", _TOKENS, _direct(lambda h: torch.where(h > 0.3, h * 2, -h)), "mul pointwise", lossless=True
     ),
-    Case(
-        "masked_fill", _TOKENS, _direct(lambda h: h.masked_fill(h < -0.5, -1.0)), "pointwise", lossless=True
-    ),
+    Case("masked_fill", _TOKENS, _direct(lambda h: h.masked_fill(h < -0.5, -1)), "pointwise", lossless=True),
     Case("LeakyReLU", _TOKENS, lambda: nn.LeakyReLU(0.2), "relu", lossless=True),
     Case("leaky_relu_", _TOKENS, _direct(lambda h: F.leaky_relu_(h + 0, 0.2)), "relu", lossless=True),
     Case("ReLU6", _TOKENS, nn.ReLU6, "relu", lossless=True),

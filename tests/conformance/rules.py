@@ -10,6 +10,7 @@ import inspect
 import pickle
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from tests.conformance.running import (
     step,
     uncoded,
 )
+from tests.step_memory import Composed
 
 EIGHT_BITS = 2e-3
 """Relative squared error of a gradient at 8 bits, groups of 64: (1/255)² times at most some tens."""
@@ -85,24 +87,19 @@ def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
 def check_rule_3_once() -> None:
     """Three linears of one input keep one packed copy; with other settings for one of them, two."""
 
-    class Three(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
-            self.shift = nn.Parameter(torch.zeros(64))
+    def summed(model: Any, x: Tensor) -> Any:
+        h = x + model.shift
+        return model.q(h) + model.k(h) + model.v(h)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x + self.shift
-            y: Tensor = self.q(h) + self.k(h) + self.v(h)
-            return y
-
+    layers = {name: nn.Linear(64, 64) for name in ("q", "k", "v")}
+    three = Composed(summed, **layers, shift=nn.Parameter(torch.zeros(64)))
     x = torch.randn(4, 32, 64)
     packed, other = (ops.packed_bytes(x.shape, bits, 256) for bits in (4, 2))
     text = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n"
     one, two = Policy.parse(text), Policy.parse(text + "\n    by_index: 1\n    level: 4\n")
     rows = x.numel() // 64 // 8  # a bit per row: which are zero
     for policy, bytes_expected in ((one, packed + rows), (two, packed + other + rows)):
-        model = mt.convert(Three(), policy, seed=1, min_elements=0)
+        model = mt.convert(copy.deepcopy(three), policy, seed=1, min_elements=0)
         found = saved_bytes(model, x)
         assert found == bytes_expected, f"keeps {found} bytes, not {bytes_expected}"
 

@@ -19,22 +19,16 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import conversion
 from tests.conformance.cases import Case, SelfAttention
+from tests.step_memory import Composed
 
 
-class Lifted(nn.Module):
-    """The case's layer inside a model: its input is an activation, not the batch; something may follow it."""
-
-    def __init__(self, case: Case, situation: Situation) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(case.shape))
-        self.layer = case.module()
-        self.situation = situation
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x if self.situation.on_batch else x + self.shift[: len(x)]
-        if self.situation.non_contiguous:
-            h = h.transpose(0, -1).contiguous().transpose(0, -1)
-        return self.situation.after(self.situation.around(self.layer, h))
+def _lifted(model: Any, x: Tensor) -> Tensor:
+    """A case's layer inside a model: its input is an activation, not the batch; something may follow it."""
+    situation: Situation = model.situation
+    h = x if situation.on_batch else x + model.shift[: len(x)]
+    if situation.non_contiguous:
+        h = h.transpose(0, -1).contiguous().transpose(0, -1)
+    return situation.after(situation.around(model.layer, h))
 
 
 def _call(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -126,7 +120,9 @@ def applies(case: Case, situation: Situation) -> bool:
 def build(case: Case, situation: Situation = PLAIN) -> tuple[nn.Module, Tensor]:
     """The plain model of a case, and its batch."""
     torch.manual_seed(3)
-    model = Lifted(case, situation).to(situation.dtype).train(situation.training)
+    shift, layer = nn.Parameter(torch.zeros(case.shape)), case.module()
+    model: Any = Composed(_lifted, shift=shift, layer=layer, situation=situation)
+    model.to(situation.dtype).train(situation.training)
     for parameter in model.layer.parameters() if situation.frozen_weight else ():
         parameter.requires_grad_(False)
     model.shift.requires_grad_(not situation.frozen_input)

@@ -21,7 +21,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from tests.builders import Block, encodings, known, llama, own_loss, t5_config, words, workload
 from tests.compat_measures import error
-from tests.step_memory import swept, without_variants
+from tests.step_memory import Composed, swept, without_variants
 
 WIDTH, LENGTH, SAMPLES = 64, 32, 4
 Part = Callable[[Tensor], Tensor]
@@ -48,22 +48,18 @@ class GatedBlock(Block):
         return x + y
 
 
-class Network(nn.Module):
+def network_of(run: Run, blocks: int = 2) -> Any:
     """Blocks, each run by `run`, between two linear layers, the last of which derives from a norm."""
 
-    def __init__(self, run: Run, blocks: int = 2) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        self.blocks = nn.ModuleList(GatedBlock() for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.run = run
+    def forward(model: Any, x: Tensor) -> Any:
+        x = model.first(x)
+        for block in model.blocks:
+            x = model.run(block, x)
+        return model.last(model.norm(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.run(block, x)
-        y: Tensor = self.last(self.norm(x))
-        return y
+    ends = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 8)}
+    inside = nn.ModuleList(GatedBlock() for _ in range(blocks))
+    return Composed(forward, **ends, blocks=inside, norm=nn.LayerNorm(WIDTH), run=run)
 
 
 def plainly(part: Part, x: Tensor) -> Tensor:
@@ -79,15 +75,14 @@ def after_silu(part: Part, x: Tensor) -> Tensor:
     return part(F.silu(x))
 
 
-def again(part: Part, x: Tensor, **how: Any) -> Tensor:
-    y: Tensor = checkpoint(part, x, **{"use_reentrant": False, **how})
-    return y
+def again(part: Part, x: Tensor, **how: Any) -> Any:
+    return checkpoint(part, x, **{"use_reentrant": False, **how})
 
 
 reentrant = partial(again, use_reentrant=True)
 
 
-def selective(policy: Any, part: Part, x: Tensor) -> Tensor:
+def selective(policy: Any, part: Part, x: Tensor) -> Any:
     return again(part, x, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
@@ -149,7 +144,7 @@ def squared(model: nn.Module, x: Tensor) -> Tensor:
 )
 def test_gradient_error_is_as_without_checkpointing(kind: str, policy: str) -> None:
     run, without = KINDS[kind]
-    network, x = Network(run), torch.randn(SAMPLES, LENGTH, WIDTH)
+    network, x = network_of(run), torch.randn(SAMPLES, LENGTH, WIDTH)
     found = mean_error(network, lambda model: squared(model, x), POLICIES[policy])
     network.run = without
     expected = mean_error(network, lambda model: squared(model, x), POLICIES[policy])
@@ -195,11 +190,10 @@ def test_a_backward_stays_in_its_own_graph() -> None:
             return input * torch.rsqrt(input.square().mean(-1, keepdim=True))
 
     class Whole(nn.ModuleList):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             h = self[1](self[0](x))
             self[2](h.detach()).square().mean().backward()
-            y: Tensor = h.square().mean()
-            return y
+            return h.square().mean()
 
     x = torch.randn(256, WIDTH)
     plain = Whole([nn.Linear(WIDTH, WIDTH), Scaled(1, 1).requires_grad_(False), nn.Linear(WIDTH, WIDTH)])
@@ -219,8 +213,8 @@ def test_equal_copies_are_one_in_a_part_that_runs_again() -> None:
         forward = encodings(lambda: losses.append(squared(network, x)))
         return len(forward), len(encodings(losses[0].backward))
 
-    x, none = torch.randn(SAMPLES, LENGTH, WIDTH), Network(plainly, blocks=0)
-    assert counts(Network(again))[1] == counts(Network(plainly))[0] - counts(none)[0]
+    x, none = torch.randn(SAMPLES, LENGTH, WIDTH), network_of(plainly, blocks=0)
+    assert counts(network_of(again))[1] == counts(network_of(plainly))[0] - counts(none)[0]
 
 
 PRICED = ["non-reentrant", "reentrant"]
@@ -230,7 +224,7 @@ PROFILED = ["non-reentrant", "reentrant", "functions", "nested", "selective"]
 def classifying(kind: str) -> mt.Workload:
     run, blocks = KINDS.get(kind, (plainly,))[0], 2 if kind in (*PRICED, "none") else 1
     return workload(
-        lambda: Network(run, blocks),
+        lambda: network_of(run, blocks),
         lambda n: (torch.randn(n, LENGTH, WIDTH), torch.randint(8, (n,))),
         lambda model, batch: F.cross_entropy(model(batch[0]).mean(1), batch[1]),
         batch_size=SAMPLES,

@@ -14,8 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mesa_tune as mt
 from mesa_tune.policy import Policy
-from tests.builders import Block, Calling, Fixed, MLPBlock, ViT, conversion, gradients, policy_of
+from tests.builders import Block, Calling, Fixed, MLPBlock, ViT, conversion, descend, gradients, policy_of
 from tests.conformance.running import relative_error, saved_bytes
+from tests.step_memory import Composed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
@@ -163,13 +164,7 @@ def test_it_learns() -> None:
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     target = torch.arange(8) % 10
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(run(X), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
+    losses = descend(optimizer, lambda: F.cross_entropy(run(X), target), 15)
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -194,20 +189,10 @@ def test_a_compiled_model_trains_inside_compress_saved() -> None:
         assert torch.equal(run(X), plain(X))
 
 
-class Recurrent(nn.Module):
-    """A forward with Python code of PyTorch that is not traced and asks for shapes, dtypes and devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTM(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x)[0])
-        return y
-
-
 def test_after_a_graph_break_attributes_of_tensors_are_their_own() -> None:
-    model, x = Recurrent(), torch.randn(5, 64, 32)
+    # PyTorch's Python code of an LSTM is not traced, and asks for shapes, dtypes and devices.
+    layers = {"first": nn.LSTM(32, 32), "second": nn.Linear(32, 32)}
+    model, x = Composed(lambda m, x: m.second(m.first(x)[0]), **layers), torch.randn(5, 64, 32)
     right = model(x)
     compiled = torch.compile(mt.convert(model, mt.Policy.uniform(16), seed=0), backend="aot_eager")
     for _ in range(3):

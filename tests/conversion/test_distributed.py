@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,14 @@ import torch
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from tests import distributed_worker as worker
-from tests.builders import conversion, images, workload
+from tests import process_group
+from tests.builders import Patch, conversion, images, workload
 from tests.conformance.running import relative_error
-from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
+from tests.distributed_worker import ORDERS, POLICIES, STEPS, WRAPPERS, Gradients
+from tests.process_group import WORLD
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
-ROOT = Path(__file__).parents[2]
 Results = list[dict[str, Any]]
 
 
@@ -41,18 +39,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(name="results", scope="module")
 def _results(folder: Path) -> Results:
     """What each process found."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.distributed_worker"]
-    group = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, env=environment)
-        for rank in range(WORLD)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in group] == [0] * WORLD
-    finally:
-        for process in group:
-            process.kill()
-    return [torch.load(folder / f"results{rank}", weights_only=False) for rank in range(WORLD)]
+    return process_group.results("tests.distributed_worker", folder)
 
 
 @pytest.fixture(name="right", scope="module")
@@ -137,9 +124,7 @@ def test_a_reading_of_the_first_process_changes_the_plan_of_all(results: Results
     assert second["losses"] == first["losses"]
 
 
-def test_the_state_of_one_process_is_loaded_by_the_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_one_process_is_loaded_by_the_other(folder: Path, monkeypatch: Patch) -> None:
     def key(rank: int, state: dict[str, Any] | None = None) -> int:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)

@@ -21,21 +21,20 @@ import mesa_tune.nn as mesa_nn
 from mesa_tune import notice
 from tests.builders import gradients
 from tests.conformance.running import relative_error
+from tests.step_memory import Composed
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 WARNING = r"under transforms of torch\.func .* uncompressed"
 
 
-class Network(nn.Module):
+def network() -> nn.Module:
     """Modules, a function, and what only hooks reach."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        y = F.gelu(model.first(x))
+        return torch.logaddexp(model.second(y), y.sinh())
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.gelu(self.first(x))
-        return torch.logaddexp(self.second(y), y.sinh())
+    return Composed(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16))
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +42,8 @@ def _warnings_are_new() -> None:
     notice._given.clear()
 
 
-def loss(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-    y: Tensor = torch.func.functional_call(model, parameters, (x,))
-    return y.square().sum()
+def loss(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Any:
+    return torch.func.functional_call(model, parameters, (x,)).square().sum()
 
 
 def dual(model: nn.Module) -> Any:
@@ -78,7 +76,7 @@ def converted(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_transform_over_a_converted_model(name: str) -> None:
-    plain = Network()
+    plain = network()
     model = converted(plain)
     right = CASES[name](plain)
     with pytest.warns(UserWarning, match=WARNING):
@@ -93,7 +91,7 @@ def test_a_transform_over_a_converted_model(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mesa-tune")
 def test_a_transform_in_traced_code() -> None:
-    plain = Network()
+    plain = network()
     model = converted(plain)
     gradient = torch.func.grad(lambda p: loss(model, p, X))
     traced = torch.compile(gradient, backend="aot_eager", fullgraph=True)
@@ -103,7 +101,7 @@ def test_a_transform_in_traced_code() -> None:
 
 @pytest.mark.filterwarnings("ignore:mesa-tune")
 def test_the_steps_around_a_transform_are_as_without_it() -> None:
-    plain = Network()
+    plain = network()
     model, other = converted(plain), converted(plain)
     for _ in range(4):
         CASES["per-sample"](model)
@@ -113,18 +111,13 @@ def test_the_steps_around_a_transform_are_as_without_it() -> None:
         assert relative_error(found, gradients(plain, X)) > 1e-4
 
 
-class Inside(nn.Module):
-    """Calls a transform in its forward."""
+def inside(transform: Callable[..., Any]) -> nn.Module:
+    """A model that calls a transform in its forward."""
 
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.last = Network(), nn.Linear(16, 16)
-        self.transform = transform
+    def forward(model: Any, x: Tensor) -> Any:
+        return model.last(transform(lambda y: F.gelu(model.inner(y)), model.inner(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.inner(x)
-        out: Tensor = self.last(self.transform(lambda y: F.gelu(self.inner(y)), h))
-        return out
+    return Composed(forward, inner=network(), last=nn.Linear(16, 16))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +126,7 @@ class Inside(nn.Module):
     ids=["vmap", "jvp"],
 )
 def test_a_transform_inside_a_forward(transform: Callable[..., Any]) -> None:
-    plain = Inside(transform)
+    plain = inside(transform)
     model = converted(plain)
     right = gradients(plain, X)
     with pytest.warns(UserWarning, match=WARNING):
@@ -144,7 +137,7 @@ def test_a_transform_inside_a_forward(transform: Callable[..., Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:mesa-tune")
 def test_a_gradient_transform_inside_a_forward_is_refused() -> None:
-    model = converted(Inside(lambda f, h: torch.func.grad(lambda y: f(y).sum())(h)))
+    model = converted(inside(lambda f, h: torch.func.grad(lambda y: f(y).sum())(h)))
     refused = partial(pytest.raises, mt.RunError, match=r"use torch\.autograd\.grad there")
     with refused():
         model(X)

@@ -17,23 +17,20 @@ from mesa_tune.conversion.opened import OPENED
 from mesa_tune.formulas.table import ROUTES
 from tests.builders import Checkpointed, conversion, policy_of
 from tests.conformance.running import relative_error
+from tests.step_memory import Composed
 
 SHAPE = (16, 12, 64)
 
 
-class Net(nn.Module):
+def net(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """A function between two divisions by the user."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        h = h / (2 + h.tanh())
-        y = self.function(h)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        h = model.first(x)
+        y = function(h / (2 + h.tanh()))
         return (y / (2 + y.tanh())).square().sum()
+
+    return Composed(forward, first=nn.Linear(64, 64))
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,7 +76,7 @@ def test_what_is_opened_is_neither_routed_nor_left_to_the_hooks() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bodies_give_pytorchs_bits_and_near_gradients(name: str) -> None:
-    plain, x = Net(FUNCTIONS[name]), torch.randn(SHAPE)
+    plain, x = net(FUNCTIONS[name]), torch.randn(SHAPE)
     y, found = step(converted(plain), x)
     expected, exact = step(plain, x)
     assert torch.equal(y, expected)
@@ -87,7 +84,7 @@ def test_bodies_give_pytorchs_bits_and_near_gradients(name: str) -> None:
 
 
 def test_calls_inside_are_named_by_the_function_and_leave_the_users_numbers_alone() -> None:
-    model = converted(Net(FUNCTIONS["gaussian_nll_loss"]))
+    model = converted(net(FUNCTIONS["gaussian_nll_loss"]))
     step(model, torch.randn(SHAPE))
     found = layers(model)
     assert "gaussian_nll_loss.0.div.0" in found
@@ -104,7 +101,7 @@ TRACED = [
 
 @pytest.mark.parametrize("name", TRACED)
 def test_bodies_trace_in_one_graph_under_the_names_that_they_have_without(name: str) -> None:
-    plain, x = Net(FUNCTIONS[name]), torch.randn(SHAPE)
+    plain, x = net(FUNCTIONS[name]), torch.randn(SHAPE)
     traced, eager = (converted(plain) for _ in range(2))
     compiled: Any = torch.compile(traced, fullgraph=True, backend="aot_eager")
     y, found = step(compiled, x)
@@ -118,7 +115,7 @@ def test_bodies_trace_in_one_graph_under_the_names_that_they_have_without(name: 
 
 def test_a_rule_reaches_a_call_inside() -> None:
     policy = policy_of("on softmax:\n    by_name: softmin.0.softmax.0\n    level: 4\n")
-    plain, x = Net(FUNCTIONS["softmin"]), torch.randn(SHAPE)
+    plain, x = net(FUNCTIONS["softmin"]), torch.randn(SHAPE)
     model = mt.convert(copy.deepcopy(plain), policy, min_elements=0)
     assert relative_error(step(model, x)[1], step(plain, x)[1]) > 0
 
@@ -126,10 +123,10 @@ def test_a_rule_reaches_a_call_inside() -> None:
 def test_a_name_inside_a_call_of_a_module_that_is_not_there_is_refused() -> None:
     policy = mt.Policy.parse("on softmax:\n    by_name: head.softmin.0.softmax.0\n    level: 4\n")
     with pytest.raises(mt.PolicyError, match=r"no softmax layer 'head.softmin.0.softmax.0'"):
-        mt.convert(Net(FUNCTIONS["softmin"]), policy)
+        mt.convert(net(FUNCTIONS["softmin"]), policy)
 
 
 def test_calls_inside_are_routed_in_a_checkpointed_part() -> None:
-    model = converted(Checkpointed(Net(FUNCTIONS["softmin"]), reentrant=False))
+    model = converted(Checkpointed(net(FUNCTIONS["softmin"]), reentrant=False))
     step(model, torch.randn(SHAPE))
     assert "part.softmin.0.softmax.0" in layers(model)

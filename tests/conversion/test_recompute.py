@@ -15,7 +15,8 @@ from mesa_tune import ops
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.builders import Calling, Checkpointed, encodings, gradients
+from tests.builders import Calling, Checkpointed, encodings, gradients, policy_of
+from tests.step_memory import Composed
 
 WIDTH, ROWS = 32, 256
 EVERYTHING = 10**9
@@ -33,27 +34,22 @@ class ScaledBlock(nn.Module):
         return {"x": x + h * scale, "sum": h.sum(), "count": 3}
 
 
-class Model(nn.Module):
+def three_blocks() -> nn.Module:
     """Three blocks in a list, between two linear layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, total = self.first(x), x.new_zeros(())
-        for block in self.blocks:
+    def forward(model: Any, x: Tensor) -> Any:
+        x, total = model.first(x), x.new_zeros(())
+        for block in model.blocks:
             out = block(x, scale=torch.full((), 0.5))
             x, total = out["x"], total + out["sum"]
-        y: Tensor = self.last(x).square().mean() + 1e-3 * total
-        return y
+        return model.last(x).square().mean() + 1e-3 * total
+
+    ends = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
+    return Composed(forward, **ends, blocks=nn.ModuleList(ScaledBlock() for _ in range(3)))
 
 
 def policy(names: str = "blocks.*", level: int = 256) -> Policy:
-    return Policy.parse(
-        f"# mesa-tune policy 1\non module:\n    by_name: {names}\n    level: {level}\n    store: recompute\n"
-    )
+    return policy_of(f"on module:\n    by_name: {names}\n    level: {level}\n    store: recompute\n")
 
 
 def converted(plain: nn.Module, names: str = "blocks.*", *, level: int = 256, exact: bool = False) -> Any:
@@ -86,7 +82,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     [("blocks.*", True), ("blocks.1", False), ("blocks.0 blocks.0.norm blocks.2.linear", True)],
 )
 def test_from_exact_inputs_the_step_is_plains(names: str, training: bool) -> None:
-    plain, x = Model().train(training), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks().train(training), torch.randn(ROWS, WIDTH)
     network = converted(plain, names, exact=True)
     for _ in range(2):
         expected, found = (step(each, x) for each in (plain, network))
@@ -102,7 +98,7 @@ def test_from_exact_inputs_the_step_is_plains(names: str, training: bool) -> Non
 
 
 def test_only_packed_inputs_are_kept() -> None:
-    network, x = converted(nn.Sequential(Model()), "0.blocks.*", level=16), torch.randn(ROWS, WIDTH)
+    network, x = converted(nn.Sequential(three_blocks()), "0.blocks.*", level=16), torch.randn(ROWS, WIDTH)
     with Meter() as meter:
         y = network(x)
         kept = meter.live_bytes
@@ -113,14 +109,14 @@ def test_only_packed_inputs_are_kept() -> None:
 
 
 def test_gradients_from_packed_inputs_are_near() -> None:
-    plain, x = Model(), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks(), torch.randn(ROWS, WIDTH)
     network = converted(plain)
     expected, found = (step(one, x) for one in (plain, network))
     assert 0 < error(found, expected) < 0.02**2
 
 
 def test_autocast_is_that_of_the_forward() -> None:
-    plain, x = Model(), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks(), torch.randn(ROWS, WIDTH)
     network = converted(plain, exact=True)
 
     def run(model: nn.Module, x: Tensor) -> Tensor:
@@ -133,14 +129,14 @@ def test_autocast_is_that_of_the_forward() -> None:
 
 
 def test_a_second_backward_gives_the_same() -> None:
-    network, x = converted(Model()), torch.randn(ROWS, WIDTH)
+    network, x = converted(three_blocks()), torch.randn(ROWS, WIDTH)
     y, weights = network(x), list(network.parameters())
     first = torch.autograd.grad(y, weights, retain_graph=True)
     assert same(list(torch.autograd.grad(y, weights)), list(first))
 
 
 def test_two_runs_before_backward() -> None:
-    plain = Model().eval()
+    plain = three_blocks().eval()
     network = converted(plain, exact=True)
     a, b = torch.randn(2, ROWS, WIDTH).unbind()
     expected = torch.autograd.grad(plain(a) + plain(b), list(plain.parameters()))
@@ -151,7 +147,7 @@ def test_two_runs_before_backward() -> None:
 
 def test_settings_hold_in_the_second_run() -> None:
     text = policy().dumps() + "\non fc:\n    by_index: all\n    level: 2\n"
-    plain, x = Model(), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks(), torch.randn(ROWS, WIDTH)
     network = mt.convert(copy.deepcopy(plain), Policy.parse(text), seed=1, min_elements=1024)
     name = "blocks.1.linear.weight"
     expected, found = (step(each, x, [each.get_parameter(name)])[1] for each in (plain, network))
@@ -167,11 +163,11 @@ def test_changing_the_input_in_place_is_refused() -> None:
 
 def test_recompute_is_for_modules() -> None:
     with pytest.raises(PolicyError, match="is for whole modules"):
-        mt.convert(Model(), Policy.uniform(level=16, store="recompute"))
+        mt.convert(three_blocks(), Policy.uniform(level=16, store="recompute"))
 
 
 def test_frozen_parts_and_inputs() -> None:
-    plain, x = Model().eval(), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks().eval(), torch.randn(ROWS, WIDTH)
     for name in ("first", "blocks.0"):
         plain.get_submodule(name).requires_grad_(False)
     network = converted(plain, exact=True)
@@ -179,7 +175,7 @@ def test_frozen_parts_and_inputs() -> None:
 
 
 def test_compiled_code_says_that_it_does_not_run_again() -> None:
-    plain, x = Model().eval(), torch.randn(ROWS, WIDTH)
+    plain, x = three_blocks().eval(), torch.randn(ROWS, WIDTH)
     network = converted(plain, exact=True)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     with pytest.warns(UserWarning, match=r"recompute` of 'blocks\.0' has no effect in compiled code"):
@@ -188,7 +184,7 @@ def test_compiled_code_says_that_it_does_not_run_again() -> None:
 
 
 def test_copies_are_independent() -> None:
-    network, x = converted(Model().eval(), exact=True), torch.randn(ROWS, WIDTH)
+    network, x = converted(three_blocks().eval(), exact=True), torch.randn(ROWS, WIDTH)
     twin = copy.deepcopy(network)
     expected = step(network, x)
     for weight in network.parameters():
@@ -197,19 +193,15 @@ def test_copies_are_independent() -> None:
 
 
 def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
-    class Captured(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.block.forward = lambda x: F.linear(x * self.left, self.block.weight)  # type: ignore[assignment, method-assign]
-            self.left = torch.empty(0)
+    def forward(model: Any, x: Tensor) -> Any:
+        left.append(model.first(x))
+        return model.block(x.square())
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.left = self.first(x)
-            y: Tensor = self.block(x.square())
-            return y
-
-    network, x = Captured(), torch.randn(ROWS, WIDTH)
+    left: list[Tensor] = []
+    block: Any = nn.Linear(WIDTH, WIDTH)
+    block.forward = lambda x: F.linear(x * left[-1], block.weight)
+    network: Any = Composed(forward, first=nn.Linear(WIDTH, WIDTH), block=block)
+    x = torch.randn(ROWS, WIDTH)
     weights = [network.first.weight, network.block.weight]
     expected = step(network, x, weights)
     mt.convert(network, policy("block"), seed=1, min_elements=EVERYTHING)
@@ -217,27 +209,21 @@ def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
         assert same(step(network, x, weights), expected)
 
 
-class Experts(nn.Module):
-    """Each row goes to the best two of four experts; `chosen` are those of each run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.chosen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        self.chosen.append(chosen)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows, rank = torch.where(chosen == number)
-            y = y.index_add(0, rows, expert(x[rows]) * weights[rows, rank, None])
-        return y
+def of_experts(model: Any, x: Tensor) -> Tensor:
+    """Let the best two of four experts have each row; `chosen` are those of each run."""
+    weights, chosen = model.router(x).softmax(-1).topk(2)
+    model.chosen.append(chosen)
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        rows, rank = torch.where(chosen == number)
+        y = y.index_add(0, rows, expert(x[rows]) * weights[rows, rank, None])
+    return y
 
 
 def test_experts_are_chosen_again_as_they_were() -> None:
-    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts()), torch.randn(ROWS, WIDTH)
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    mixture = Composed(of_experts, router=nn.Linear(WIDTH, 4), experts=experts, chosen=[])
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture), torch.randn(ROWS, WIDTH)
     network = converted(plain, "1", level=4)
     expected = step(plain, x)
     for _ in range(2):
@@ -251,18 +237,13 @@ def test_inputs_without_a_gradient_stay_exact() -> None:
         def forward(self, input: Tensor, *biases: Tensor) -> Tensor:
             return (super().forward(input) + biases[0]).softmax(-1)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(WIDTH, WIDTH), Biased(WIDTH, WIDTH)
+    def outer(model: Any, x: Tensor) -> Any:
+        bias = torch.linspace(-3, 3, ROWS * WIDTH).view(ROWS, WIDTH).sin()
+        return (model.block(model.first(x), bias) * torch.linspace(-1, 1, WIDTH)).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            bias = torch.linspace(-3, 3, ROWS * WIDTH).view(ROWS, WIDTH).sin()
-            y: Tensor = self.block(self.first(x), bias)
-            return (y * torch.linspace(-1, 1, WIDTH)).sum()
-
-    plain, x = Outer(), torch.randn(ROWS, WIDTH)
-    plain.first.requires_grad_(False)
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    plain: Any = Composed(outer, first=frozen, block=Biased(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
     network = converted(plain, "block")
     expected, found = (step(each, x, [each.block.weight]) for each in (plain, network))
     assert same(found, expected)
@@ -287,9 +268,8 @@ def test_small_rows_have_groups_of_their_own() -> None:
     x = torch.randn(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[torch.randperm(ROWS), None]
     weight = torch.randn(ROWS, WIDTH)
 
-    def weighted(model: nn.Module, x: Tensor) -> Tensor:
-        total: Tensor = (model(x) * weight).sum()
-        return total
+    def weighted(model: nn.Module, x: Tensor) -> Any:
+        return (model(x) * weight).sum()
 
     expected, found = (
         step(partial(weighted, each), x, list(each.parameters())) for each in (plain, converted(plain, "1"))
@@ -297,17 +277,11 @@ def test_small_rows_have_groups_of_their_own() -> None:
     assert 0 < error(found[1:], expected[1:]) < 1e-3
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """A part, which runs under PyTorch's checkpoint once that is chosen, and the way around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)
-        self.checkpointed = Checkpointed(nn.Sequential(*layers), None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.checkpointed(x)
-        return y
+    layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)
+    part = Checkpointed(nn.Sequential(*layers), None)
+    return Composed(lambda m, x: x + m.checkpointed(x), checkpointed=part)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -315,7 +289,7 @@ class Residual(nn.Module):
     ("names", "exact"), [("1 2", True), ("1 2", False), ("1.checkpointed.part 2.checkpointed.part", False)]
 )
 def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(), Residual(), nn.Linear(WIDTH, WIDTH))
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), residual(), residual(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
 
     def all_gradients(network: nn.Module) -> list[Tensor]:
@@ -333,7 +307,7 @@ def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    network, x = converted(Model()), torch.randn(ROWS, WIDTH)
+    network, x = converted(three_blocks()), torch.randn(ROWS, WIDTH)
     with pytest.raises(RunError, match=r"create_graph=True reached 'blocks\.2', which runs again"):
         torch.autograd.grad(network(x), list(network.parameters()), create_graph=True)
 
@@ -353,7 +327,7 @@ def test_a_small_input_changed_after_the_forward_is_refused() -> None:
 def test_layers_inside_encode_only_in_the_second_run(names: str) -> None:
     """What they save in the first one is never used."""
     rules = policy(names).dumps() + Policy.uniform(level=16).dumps().split("\n", 1)[1]
-    network: Any = mt.convert(Model(), Policy.parse(rules), seed=1, min_elements=1024)
+    network: Any = mt.convert(three_blocks(), Policy.parse(rules), seed=1, min_elements=1024)
     x = torch.randn(ROWS, WIDTH)
     losses: list[Tensor] = []
     forward = backward = 0

@@ -8,6 +8,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.builders import (
     renamed,
 )
 from tests.conformance.running import relative_error
+from tests.step_memory import Composed
 
 X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
 TOKENS = X[..., :16]
@@ -147,26 +149,23 @@ def test_until_one_forward_has_ended_the_finest_settings_apply() -> None:
     assert (specs(model)["gelu.0"], specs(model)["gelu.1"]) == (256, 4)
 
 
-class _Parts(nn.Module):
-    """Each part of it checkpointed."""
+def parted(reentrant: bool) -> nn.Module:
+    """A model of checkpointed parts."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.lift, self.back = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.parts = nn.ModuleList(Checkpointed(Functions(), reentrant) for _ in range(2))
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.lift(x)
+        for part in model.parts:
+            h = model.back(h + part(h))
+        return h
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.lift(x)
-        for part in self.parts:
-            h = self.back(h + part(h))
-        out: Tensor = h
-        return out
+    parts = nn.ModuleList(Checkpointed(Functions(), reentrant) for _ in range(2))
+    return Composed(forward, lift=nn.Linear(64, 64), back=nn.Linear(64, 64), parts=parts)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_indices_and_settings_under_checkpointing(reentrant: bool) -> None:
     rules = "on gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1 2\n    level: 16\n"
-    model = convert(_Parts(reentrant), rules)
+    model = convert(parted(reentrant), rules)
     plain = mt.revert(copy.deepcopy(model))
     for _ in range(3):
         loss = model(X).square().sum() + model(2 * X).square().sum()  # two forwards before the backward

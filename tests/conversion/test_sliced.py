@@ -18,6 +18,7 @@ from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import measure_step
 from tests.builders import Calling, bert_config, gpt2_config, llama_config, t5_config
+from tests.step_memory import Composed
 
 WIDTH, HIDDEN = 32, 512
 CUTS = [((8, 48, WIDTH), 3), ((2, 48, WIDTH), 16), ((1, 7, WIDTH), 2), ((40, WIDTH), 3)]
@@ -29,19 +30,13 @@ def perceptron(dropout: float = 0.0) -> nn.Module:
     )
 
 
-class Residual(nn.Module):
-    """A norm before any perceptron, and the way around both."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
-
-
 def residual(*mlps: nn.Module) -> nn.Module:
-    blocks = nn.Sequential(*(Residual(mlp) for mlp in mlps or (perceptron(), perceptron())))
+    """Blocks, each with a norm before any perceptron, and the way around both."""
+
+    def block(mlp: nn.Module) -> nn.Module:
+        return Composed(lambda m, x: x + m.mlp(m.norm(x)), norm=nn.LayerNorm(WIDTH), mlp=mlp)
+
+    blocks = nn.Sequential(*map(block, mlps or (perceptron(), perceptron())))
     return nn.Sequential(OrderedDict(blocks=blocks))
 
 
@@ -138,17 +133,9 @@ def positioned(x: Tensor, positions: Tensor) -> Tensor:
     return F.gelu(x + positions[:, None])
 
 
-class Inner(nn.Module):
-    """Calls its `inner` module with another argument."""
-
-    def __init__(self, inner: nn.Module, other: Any) -> None:
-        super().__init__()
-        self.inner, self.other = inner, other
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x.detach() if self.other is None else self.other
-        y: Tensor = self.inner(x, other)
-        return y
+def with_other(inner: nn.Module, other: Any) -> nn.Module:
+    """Call an `inner` module with another argument."""
+    return Composed(lambda m, x: m.inner(x, x.detach() if other is None else other), inner=inner)
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -162,9 +149,9 @@ class BatchNorm(nn.BatchNorm1d):
         (Calling(less_mean), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
         (Calling(shifted), "blocks.0.mlp", (2, 16, WIDTH), "act on each row"),
         (BatchNorm(WIDTH), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
-        (Inner(Calling(count), Counter()), "blocks.0.mlp.inner", (8, 6, WIDTH), "share its Counter"),
+        (with_other(Calling(count), Counter()), "blocks.0.mlp.inner", (8, 6, WIDTH), "share its Counter"),
         (
-            Inner(Calling(positioned), torch.arange(8.0)),
+            with_other(Calling(positioned), torch.arange(8.0)),
             "blocks.0.mlp.inner",
             (8, 8, WIDTH),
             "act on each row",
@@ -172,9 +159,7 @@ class BatchNorm(nn.BatchNorm1d):
     ],
     ids=["mean", "shift", "batch norm", "an object", "positions"],
 )
-def test_what_cannot_be_cut_runs_again_as_a_whole(
-    mlp: nn.Module, names: str, shape: tuple[int, ...], why: str
-) -> None:
+def test_what_cannot_be_cut_runs_again(mlp: nn.Module, names: str, shape: tuple[int, ...], why: str) -> None:
     model, x = residual(mlp), torch.randn(shape)
     network = converted(model, policy("store: exact", names=names))
     notice._given.clear()
@@ -192,7 +177,7 @@ def test_samples_are_cut_where_tokens_depend_on_each_other() -> None:
 
 
 def test_tensors_of_samples_are_cut_with_the_input() -> None:
-    model, x = residual(Inner(nn.Bilinear(WIDTH, WIDTH, WIDTH), None)), torch.randn(8, 6, WIDTH)
+    model, x = residual(with_other(nn.Bilinear(WIDTH, WIDTH, WIDTH), None)), torch.randn(8, 6, WIDTH)
     network = converted(model, policy("store: exact", names="*.inner"))
     torch.testing.assert_close(gradients(network, x), gradients(model, x), rtol=1e-4, atol=1e-4)
     assert has_slices(network.blocks[0].mlp.inner)

@@ -44,12 +44,11 @@ def checkpointed(model: ViT) -> ViT:
     return model
 
 
-def in_peft(model: ViT) -> nn.Module:
+def in_peft(model: ViT) -> Any:
     """A PEFT model whose adapters are taken away: what is left are the wrappers."""
     wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], r=2))
     wrapped.base_model.unload()
-    whole: nn.Module = wrapped.requires_grad_()
-    return whole
+    return wrapped.requires_grad_()
 
 
 WRAPS: dict[str, Callable[[ViT], Any]] = {
@@ -91,9 +90,7 @@ def test_a_class_of_ones_own_with_two_bases_has_its_name() -> None:
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = {**gradients(model, TOKENS)}
-    return {
-        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()
-    }
+    return {key: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for key, grad in found.items()}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])

@@ -18,8 +18,9 @@ import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.engine import cache
 from mesa_tune.engine.plan import CallPlan
-from tests.builders import Calling, conversion, known, policy_of
+from tests.builders import Calling, Patch, conversion, known, policy_of
 from tests.cached_calls import X, check_step, refuse, refusing, same, step, twins, uncached
+from tests.step_memory import Composed
 
 
 class Net(nn.Module):
@@ -65,9 +66,7 @@ def converted(**settings: Any) -> Net:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
-def test_a_step_like_the_last_one_asks_no_route(
-    autocast: bool, guards: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_like_the_last_one_asks_no_route(autocast: bool, guards: bool, monkeypatch: Patch) -> None:
     if not guards:
         monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
@@ -104,7 +103,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: Patch) -> None:
     if not guards:
         monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
@@ -126,22 +125,14 @@ def test_autocast_is_seen() -> None:
 
 
 def test_the_batch_is_not_packed_where_the_last_input_was() -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(12, 5)
-
-        def forward(self, x: Tensor, times: float) -> Tensor:
-            y: Tensor = self.linear(x if times == 1 else x * times)
-            return y
-
-    model = First()
+    linear = nn.Linear(12, 5)
+    model = Composed(lambda m, x, times: m.linear(x if times == 1 else x * times), linear=linear)
     mt.convert(model, mt.Policy.uniform(level=2), seed=0, min_elements=0)
     for times in (2, 2, 1, 1, 2):
         model.zero_grad()
         model(X, times).sum().backward()
         exact = (X * times).sum((0, 1)).expand(5, 12)
-        assert torch.allclose(known(model.linear.weight.grad), exact, atol=1e-3) == (times == 1)
+        assert torch.allclose(known(linear.weight.grad), exact, atol=1e-3) == (times == 1)
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, {"drop": 0.9}, {"group_size": 64}], ids=str)
@@ -151,7 +142,7 @@ def test_other_codecs_give_the_same(settings: dict[str, Any]) -> None:
         check_step(model, twin)
 
 
-def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_tensors_are_stored_is_decided_once(monkeypatch: Patch) -> None:
     model, twin = converted(), converted()
     for turn in range(5):
         if turn == 3:
@@ -162,17 +153,12 @@ def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tensor_is_packed_once_for_all_cached_calls() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
+    def product(model: Any, x: Tensor) -> Tensor:
+        y = x * model.q.bias
+        return torch.mm(model.q(y).flatten(0, 1).T, model.k(y).flatten(0, 1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.q.bias
-            return torch.mm(self.q(y).flatten(0, 1).T, self.k(y).flatten(0, 1))
-
-    counts = []
-    model = mt.convert(Shared(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    counts, shared = [], Composed(product, q=nn.Linear(12, 12), k=nn.Linear(12, 12))
+    model = mt.convert(shared, mt.Policy.uniform(level=16), seed=1, min_elements=0)
     for _ in range(4):
         with mock.patch.object(quantize, "encode", wraps=quantize.encode) as encode:
             step(model)
@@ -196,18 +182,11 @@ def test_shapes_that_differ_from_step_to_step_are_not_cached() -> None:
 
 
 def test_a_tensor_that_is_passed_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(12))
+    def normed(model: Any, x: Tensor) -> Tensor:
+        bias = model.scale if model.same else model.scale * 1
+        return F.layer_norm(x * model.scale, (12,), model.scale, bias)
 
-        def forward(self, x: Tensor) -> Tensor:
-            bias = self.scale if self.same else self.scale * 1
-            return F.layer_norm(x * self.scale, (12,), self.scale, bias)
-
-        same = True
-
-    model, twin = twins(Twice())
+    model, twin = twins(Composed(normed, scale=nn.Parameter(torch.randn(12)), same=True))
     for turn in range(5):
         model.same = twin.same = turn != 3
         check_step(model, twin, refused=(F.layer_norm,) if turn == 4 else ())
@@ -232,43 +211,31 @@ def test_copies_have_caches_of_their_own() -> None:
         assert same(step(other), step(copy.deepcopy(model)))
 
 
-class Cut(nn.Module):
-    """A linear layer of a few rows: a view of many, or a tensor of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.many, self.few = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, is_view: bool) -> Tensor:
-        y: Tensor = self.few(self.many(x)[:8] if is_view else self.many(x[:8]))
-        return y
-
-
 def test_how_a_small_view_is_stored_does_not_depend_on_the_calls_before() -> None:
-    model = mt.convert(Cut(), mt.Policy.uniform(level=16))
+    def cut(model: Any, x: Tensor, is_view: bool) -> Any:
+        """Some rows as a view of many, or as a tensor of their own."""
+        return model.few(model.many(x)[:8] if is_view else model.many(x[:8]))
+
+    plain = Composed(cut, many=nn.Linear(32, 32), few=nn.Linear(32, 32))
+    model = mt.convert(plain, mt.Policy.uniform(level=16))
     x = torch.randn(4096, 32)
     copied = {True: "ApplyBackward", False: "AddmmBackward0"}
     for is_view in (True, True, True, False, True, False, False, False, True):
         assert type(model(x, is_view).grad_fn).__name__ == copied[is_view]
 
 
-class _ManyTimes(nn.Module):
+def _many_times(model: Any, x: Tensor) -> Any:
     """One activation, called so often that its calls are alike before its index is known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.linear, self.often = Calling(F.gelu), nn.Linear(12, 12), Calling(F.gelu)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.before(self.linear(x))
-        for _ in range(4):
-            y = self.often(y * 1.5)
-        return y
+    y = model.before(model.linear(x))
+    for _ in range(4):
+        y = model.often(y * 1.5)
+    return y
 
 
 def test_settings_that_change_after_the_first_forward_are_those_of_the_next() -> None:
     text = "on gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 4\n"
-    plain, steps = _ManyTimes(), []
+    layers = {"before": Calling(F.gelu), "linear": nn.Linear(12, 12), "often": Calling(F.gelu)}
+    plain, steps = Composed(_many_times, **layers), []
     for alike in (nullcontext, uncached):
         model = mt.convert(copy.deepcopy(plain), policy_of(text), seed=1, min_elements=0)
         with alike():
@@ -284,21 +251,12 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
 
 
 def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:
-    class Stepped(nn.Module):
-        step: Tensor
+    def forward(model: Any, x: Tensor) -> Tensor:
+        model.step += 1
+        y = F.hardtanh(model.linear(x), -1 / model.step, 1 / model.step)
+        return F.leaky_relu(F.dropout(y, 0.0 / model.step) - 0.1, 1 / model.step)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(12, 12)
-            self.register_buffer("step", torch.tensor(1.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            y: Tensor = self.linear(x)
-            y = F.dropout(F.hardtanh(y, -1 / self.step, 1 / self.step), 0.0 / self.step)  # type: ignore[arg-type]
-            return F.leaky_relu(y - 0.1, 1 / self.step)  # type: ignore[arg-type]
-
-    plain = Stepped()
+    plain = Composed(forward, linear=nn.Linear(12, 12), step=nn.Buffer(torch.tensor(1.0)))
     model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     for _ in range(5):
         assert torch.equal(model(X), plain(X))
@@ -306,15 +264,9 @@ def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:
 
 @pytest.mark.parametrize("size", [128, 8])
 def test_an_output_is_exposed_though_no_input_can_be_made_again(size: int) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.mix = nn.Linear(size, size), nn.Parameter(torch.randn(size, size))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.linear(x), torch.softmax(self.mix, -1))
-
-    plain, x = Mixed(), torch.randn(64, size)
+    parts = {"linear": nn.Linear(size, size), "mix": nn.Parameter(torch.randn(size, size))}
+    plain = Composed(lambda m, x: F.linear(m.linear(x), torch.softmax(m.mix, -1)), **parts)
+    x = torch.randn(64, size)
     model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256, store="derive"), min_elements=16)
     for _ in range(6):
         y = model(x)
@@ -324,9 +276,7 @@ def test_an_output_is_exposed_though_no_input_can_be_made_again(size: int) -> No
 
 def test_calls_without_guards_stay_planned() -> None:
     weight = nn.Parameter(torch.randn(12, 12))
-
-    products = Calling(lambda x: torch.mm(x, weight))
-    products.weight = weight
+    products = Composed(lambda m, x: torch.mm(x, m.weight), weight=weight)
     model = mt.convert(products, mt.Policy.uniform(level=16), min_elements=0)
     rows = torch.eye(12).to_sparse_csr()
     for _ in range(4):

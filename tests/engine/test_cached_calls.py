@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,23 +16,21 @@ from tests.builders import Calling, policy_of
 from tests.cached_calls import X, check_step, refusing, same, twins, uncached
 from tests.conformance.cases import Direct
 from tests.functional_cases import CASES, fresh, gradients
+from tests.step_memory import Composed
 
 
-class Attending(nn.Module):
-    """Attention with a mask, given or as two that are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(12))
-
-    def forward(self, x: Tensor, masks: tuple[Tensor, ...] = ()) -> Tensor:
-        q = (x * self.scale).view(6, 16, 2, 6).transpose(1, 2)
-        mask = torch.add(*masks) if len(masks) == 2 else next(iter(masks), None)
-        return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
+def scaled(function: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A function of this module and its inputs; its `scale` has 12 elements."""
+    return Composed(function, scale=nn.Parameter(torch.ones(12)), **parts)
 
 
 def test_masked_attention_is_cached_by_what_its_mask_is() -> None:
-    model, twin = twins(Attending())
+    def attend(model: Any, x: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
+        q = (x * model.scale).view(6, 16, 2, 6).transpose(1, 2)
+        mask = torch.add(*masks) if len(masks) == 2 else next(iter(masks), None)
+        return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
+
+    model, twin = twins(scaled(attend))
     rows, columns = torch.randn(16, 1), torch.randn(1, 16)
     kinds: list[tuple[Tensor, ...]] = [(), (rows + columns,), (rows, columns)]
     for turn in range(4):
@@ -39,24 +38,15 @@ def test_masked_attention_is_cached_by_what_its_mask_is() -> None:
             check_step(model, twin, X, masks, refused=(F.scaled_dot_product_attention,) if turn > 1 else ())
 
 
-class Deriving(nn.Module):
-    """Layers that derive what a norm, an activation and a product make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
-        self.scale = nn.Parameter(torch.ones(12))
-        self.exact = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x * self.scale)
-        y = y * 1.5 if self.exact else y
-        y = self.second(torch.relu(self.first(y)))
-        return F.softmax(y, -1) @ self.scale
-
-
 def test_derived_calls_are_cached_by_what_can_be_derived() -> None:
-    model, twin = twins(Deriving(), store="derive")
+    def deriving(model: Any, x: Tensor) -> Any:
+        y = model.norm(x * model.scale)
+        y = y * 1.5 if model.exact else y
+        y = model.second(torch.relu(model.first(y)))
+        return F.softmax(y, -1) @ model.scale
+
+    parts = {"norm": nn.LayerNorm(12), "first": nn.Linear(12, 24), "second": nn.Linear(24, 12)}
+    model, twin = twins(scaled(deriving, **parts, exact=False), store="derive")
     for turn in range(9):
         model.exact = twin.exact = turn in (4, 5)
         functions = (F.linear, F.layer_norm, F.softmax) if turn in (3, 6, 7, 8) else ()
@@ -97,20 +87,12 @@ def called() -> Calling:
     return Calling(lambda function, args, kwargs: function(*args, **kwargs))
 
 
-class Lists(nn.Module):
-    """Functions that take lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.sizes = nn.Parameter(torch.ones(12)), [12]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x * self.scale, self.sizes)
+def test_lists_are_compared_by_their_elements() -> None:
+    def of_lists(model: Any, x: Tensor) -> Tensor:
+        y = F.layer_norm(x * model.scale, model.sizes)
         return torch.einsum("abc,dbc->ad", [y, y * 1.0])
 
-
-def test_lists_are_compared_by_their_elements() -> None:
-    model, twin = twins(Lists())
+    model, twin = twins(scaled(of_lists, sizes=[12]))
     for turn in range(8):
         if turn == 4:
             for module in (model, twin):
@@ -129,19 +111,13 @@ def test_calls_that_stay_plain_are_cached() -> None:
 
 
 def test_in_place_calls_are_cached_by_what_may_be_changed() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(12))
-            self.view = False
+    def in_place(model: Any, x: Tensor) -> Any:
+        y = x * model.scale
+        part = y[:3] if model.view else y
+        torch.relu_(part)
+        return y.sum() * 1.0 + part.square().sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.scale
-            part = y[:3] if self.view else y
-            torch.relu_(part)
-            return y.sum() * 1.0 + part.square().sum()
-
-    model, twin = twins(InPlace())
+    model, twin = twins(scaled(in_place, view=False))
     for turn in range(8):
         model.view = twin.view = turn in (3, 4, 5, 7)
         check_step(model, twin, refused=(torch.relu_,) if turn in (2, 6, 7) else ())

@@ -18,50 +18,33 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import conversion
 from tests.compat_measures import error
+from tests.step_memory import Composed
 
 WIDTH, ROWS = 64, 256
 NARROW, WIDE = ROWS * WIDTH, ROWS * 4 * WIDTH
 
 
-class Mlp(nn.Module):
+def other(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """The layers of `mlp`, called by a function of them and the input."""
+    layers = {"first": nn.Linear(WIDTH, 4 * WIDTH), "second": nn.Linear(4 * WIDTH, WIDTH)}
+    return Composed(function, norm=nn.LayerNorm(WIDTH), **layers)
+
+
+def mlp(activation: Callable[[Tensor], Tensor] = F.gelu, dropout: float = 0.0) -> nn.Module:
     """LayerNorm, Linear, GELU, Linear, and the way around them."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.activation, self.dropout = activation, dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(self.activation(self.first(self.norm(x))), self.dropout)
-        y: Tensor = self.second(h)
-        return x + y
+    return other(lambda m, x: x + m.second(F.dropout(activation(m.first(m.norm(x))), dropout)))
 
 
-class Other(Mlp):
-    """The layers of `Mlp`, called by a function of them and the input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A gated perceptron after an RMS norm written by hand, as Llama has it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+    def forward(m: Any, x: Tensor) -> Any:
+        h = m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return x + m.down(F.silu(m.gate(h)) * m.up(h))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-        y: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
-        return x + y
+    layers = {"gate": nn.Linear(WIDTH, 4 * WIDTH), "up": nn.Linear(WIDTH, 4 * WIDTH)}
+    weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+    return Composed(forward, weight=weight, **layers, down=nn.Linear(4 * WIDTH, WIDTH))
 
 
 def convolutions(in_place: bool) -> nn.Module:
@@ -91,11 +74,9 @@ def converted(plain: nn.Module, store: str, level: int = 256) -> Any:
     return mt.convert(copy.deepcopy(plain), policy(store, level), seed=1, min_elements=1024)
 
 
-def step(
-    network: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]
-) -> tuple[Tensor, Tensor]:
+def step(model: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
-    y = network(x)
+    y = model(x)
     weight = torch.linspace(-1, 1, y.numel()).view(y.shape)
     for each in weights:
         each.grad = None
@@ -120,11 +101,11 @@ def saved(network: nn.Module, x: Tensor) -> int:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
-    "gelu": (lambda: model(Mlp()), rows, NARROW + WIDE),
-    "dropout": (lambda: model(Mlp(F.gelu, 0.1)), rows, NARROW + WIDE),
-    "silu": (lambda: model(Mlp(F.silu)), rows, NARROW + WIDE),
-    "relu": (lambda: model(Mlp(F.relu)), rows, NARROW),
-    "gated": (lambda: model(Gated()), rows, 2 * NARROW + 2 * WIDE),
+    "gelu": (lambda: model(mlp()), rows, NARROW + WIDE),
+    "dropout": (lambda: model(mlp(F.gelu, 0.1)), rows, NARROW + WIDE),
+    "silu": (lambda: model(mlp(F.silu)), rows, NARROW + WIDE),
+    "relu": (lambda: model(mlp(F.relu)), rows, NARROW),
+    "gated": (lambda: model(gated()), rows, 2 * NARROW + 2 * WIDE),
     "groups": (lambda: model(nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)), 8), feature_maps, 8192),
     "convolutions": (lambda: model(convolutions(False), 8), feature_maps, 2 * 8192),
     "convolutions-in-place": (lambda: model(convolutions(True), 8), feature_maps, 2 * 8192),
@@ -181,7 +162,7 @@ def test_checkpointed_parts(name: str, reentrant: bool) -> None:
         assert 0 < error(found, exact) < 1e-3
 
 
-def changed(mlp: Mlp, x: Tensor) -> Any:
+def changed(mlp: Any, x: Tensor) -> Any:
     """The output of the norm changes before it is used."""
     h = mlp.norm(x)
     with torch.no_grad():
@@ -190,15 +171,15 @@ def changed(mlp: Mlp, x: Tensor) -> Any:
 
 
 def test_an_output_that_changed_is_stored() -> None:
-    assert gradient_error(model(Other(changed)), rows(), "1.first.weight")[0] < 1e-3
+    assert gradient_error(model(other(changed)), rows(), "1.first.weight")[0] < 1e-3
 
 
 def test_views_are_made_again_as_views() -> None:
-    def heads(mlp: Mlp, x: Tensor) -> Any:
+    def heads(mlp: Any, x: Tensor) -> Any:
         h = mlp.norm(x).view(16, 16, 4, 16).permute(0, 2, 1, 3)
         return h @ h.mT
 
-    plain, x = model(Other(heads)), rows()
+    plain, x = model(other(heads)), rows()
     assert 0 < gradient_error(plain, x, "1.norm.weight", "1.norm.bias")[0] < 1e-3
     stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
     assert stored - derived == ops.packed_bytes(NARROW, 8)
@@ -210,7 +191,7 @@ def test_without_a_producer_to_derive_from_the_layer_stores() -> None:
 
 
 def test_small_parts_of_an_output_are_stored_exactly() -> None:
-    plain = model(Other(lambda mlp, x: mlp.first(mlp.norm(x)[:8])))
+    plain = model(other(lambda mlp, x: mlp.first(mlp.norm(x)[:8])))
     assert gradient_error(plain, rows(), "1.first.weight")[0] == 0
 
 
@@ -218,7 +199,7 @@ def test_only_layers_that_ask_derive() -> None:
     every = "    by_index: all\n    level: 256\n"
     text = f"# mesa-tune policy 1\non layernorm gelu:\n{every}\non fc:\n{every}"
     text += "\n    by_index: 2\n    store: derive\n"
-    plain, x = model(Mlp()), rows()
+    plain, x = model(mlp()), rows()
     derived, stored = (
         saved(mt.convert(copy.deepcopy(plain), Policy.parse(each), min_elements=1024), x)
         for each in (text, text.replace("store: derive", "store: quantize"))
@@ -234,7 +215,7 @@ def test_zeros_of_relu_stay_where_they_were() -> None:
 
 
 def test_a_second_backward_gives_the_same() -> None:
-    network, x = converted(model(Mlp()), "derive"), rows()
+    network, x = converted(model(mlp()), "derive"), rows()
     y, weights = network(x).square().sum(), list(network.parameters())
     first = torch.autograd.grad(y, weights, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, weights), strict=True))
@@ -253,7 +234,7 @@ class Nothing(torch.autograd.Function):
 
 
 def test_an_output_without_a_gradient_gives_none() -> None:
-    plain = model(Other(lambda mlp, x: Nothing.apply(mlp.norm(x)) + x))  # type: ignore[no-untyped-call]
+    plain = model(other(lambda mlp, x: Nothing.apply(mlp.norm(x)) + x))  # type: ignore[no-untyped-call]
     found, network = gradient_error(plain, rows(), "0.weight")
     assert found < 1e-3
     norm = network.get_parameter("1.norm.weight").grad
@@ -261,7 +242,7 @@ def test_an_output_without_a_gradient_gives_none() -> None:
 
 
 def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
-    plain, x = model(Mlp()), rows()
+    plain, x = model(mlp()), rows()
     peaks = []
     for store in ("quantize", "derive"):
         network = converted(plain, store)
@@ -274,7 +255,7 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
 
 
 def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another() -> None:
-    plain, x = model(Other(changed)), rows()
+    plain, x = model(other(changed)), rows()
     _, exact = step(plain, x, [plain.get_parameter("1.first.weight")])
     network = converted(plain, "derive")
     mt.convert(network[1], policy("derive"), min_elements=1024)
@@ -285,7 +266,7 @@ def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another()
 
 
 def test_compiled_code_derives_from_a_reshaped_output() -> None:
-    network = converted(model(Other(lambda mlp, x: mlp.first(mlp.norm(x).view(16, -1, WIDTH)))), "derive")
+    network = converted(model(other(lambda mlp, x: mlp.first(mlp.norm(x).view(16, -1, WIDTH)))), "derive")
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     step(compiled, rows(), list(network.parameters()))
     assert "1.norm" in conversion(network).producers

@@ -19,8 +19,9 @@ from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.engine import registry
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.builders import Block, gradients
+from tests.builders import Block, gradients, known
 from tests.conformance.running import relative_error, saved_bytes
+from tests.step_memory import Composed
 
 
 class _Counting:
@@ -77,27 +78,16 @@ def test_a_view_of_other_strides_is_another_tensor() -> None:
     assert 0 < relative_error(found, right) < 1e-3
 
 
-class _ChangedBetween(nn.Module):
-    """q sees h, then h is changed in place, then k sees it."""
-
-    def __init__(self, clone: bool) -> None:
-        super().__init__()
-        self.lift, self.q, self.k = (nn.Linear(64, 64) for _ in range(3))
-        self.clone = clone
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.lift(x)
-        q = self.q(h)
-        h = h * 3 if self.clone else h.mul_(3)
-        y: Tensor = q + self.k(h)
-        return y
-
-
 def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> None:
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.lift(x)
+        q = model.q(h)
+        h = h * 3 if model.clone else h.mul_(3)
+        return q + model.k(h)
+
     torch.manual_seed(0)
-    right = _ChangedBetween(clone=True)
-    model = _ChangedBetween(clone=False)
-    model.load_state_dict(right.state_dict())
+    layers = {name: nn.Linear(64, 64) for name in ("lift", "q", "k")}
+    right, model = (Composed(forward, **layers, clone=clone) for clone in (True, False))
     x = torch.randn(4, 32, 64)
     coded = _convert(model, Policy.uniform(level=256))
     assert torch.equal(coded(x), right(x))
@@ -129,19 +119,14 @@ def test_other_settings_make_their_own_copy_in_any_order() -> None:
 
 
 def test_views_of_all_of_a_storage_share_a_copy(counting: _Counting) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.reduce = nn.Linear(64, 64), nn.Conv2d(64, 64, 2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            image = x.permute(0, 2, 1).view(2, 64, 16, 16)
-            loss: Tensor = self.query(x).sum() + self.reduce(image).square().mean()
-            return loss
+    def loss_of(model: Any, x: Tensor) -> Any:
+        x = x * 2
+        image = x.permute(0, 2, 1).view(2, 64, 16, 16)
+        return model.query(x).sum() + model.reduce(image).square().mean()
 
     torch.manual_seed(0)
-    plain, x = Model(), torch.randn(2, 256, 64, requires_grad=True)
+    plain = Composed(loss_of, query=nn.Linear(64, 64), reduce=nn.Conv2d(64, 64, 2, 2))
+    x = torch.randn(2, 256, 64, requires_grad=True)
     model = _convert(plain, Policy.uniform(level=256))
     loss = model(x)
     assert [shape for shape in counting.encoded if math.prod(shape) == x.numel()] == [(2, 256, 64)]
@@ -158,25 +143,18 @@ def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
     assert len(registry.registry._records) <= registry._FIRST_LIMIT
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 4), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        token = (x * 1.0)[:, 0]
-        return self.first(token), self.second(token)
-
-
-def kept(output: Tensor) -> Tensor:
+def kept(output: Tensor) -> Any:
     """The input that the linear layer of `output` keeps."""
-    assert output.grad_fn is not None
-    tensor: Tensor = output.grad_fn.saved_tensors[0]  # type: ignore[attr-defined]
-    return tensor
+    return known(output.grad_fn).saved_tensors[0]  # type: ignore[attr-defined]
 
 
 def test_a_small_view_of_a_large_storage_is_copied_once() -> None:
-    model = mt.convert(TwoHeads(), mt.Policy.uniform(16))
+    def two_heads(model: Any, x: Tensor) -> Any:
+        token = (x * 1.0)[:, 0]
+        return model.first(token), model.second(token)
+
+    plain = Composed(two_heads, first=nn.Linear(32, 4), second=nn.Linear(32, 4))
+    model = mt.convert(plain, mt.Policy.uniform(16))
     x = torch.randn(8, 64, 32, requires_grad=True)
     first, second = (kept(output) for output in model(x))
     assert first.untyped_storage().nbytes() == 8 * 32 * 4

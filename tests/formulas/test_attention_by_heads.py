@@ -13,21 +13,18 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.formulas.attention import by_heads as attention_by_heads
+from tests.step_memory import Composed
 
 BATCH, TOKENS, HEADS, WIDTH = 9, 37, 4, 16
 
 
-class ProjectedAttention(nn.Module):
+def projected_attention(split: Callable[[Tensor], Any], **arguments: Any) -> nn.Module:
     """Attention over queries, keys and values that `split` makes of one projection."""
 
-    def __init__(self, split: Callable[[Tensor], Any], **arguments: Any) -> None:
-        super().__init__()
-        self.projection = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
-        self.split = split
-        self.arguments = arguments
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*split(model.projection(x)), **arguments)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*self.split(self.projection(x)), **self.arguments)
+    return Composed(forward, projection=nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH))
 
 
 def of_one_tensor(x: Tensor) -> Any:
@@ -53,7 +50,7 @@ SPLITS = {"one": of_one_tensor, "own": of_their_own, "oblong": fewer_queries}
 
 
 def gradients(
-    block: ProjectedAttention,
+    block: nn.Module,
     level: int | None,
     monkeypatch: pytest.MonkeyPatch,
     by_heads: bool = True,
@@ -98,7 +95,7 @@ def test_the_gradients_are_those_of_the_forward_run_again(
 ) -> None:
     monkeypatch.setattr(attention_by_heads, "HEADS_A_THREAD", heads)
     torch.manual_seed(0)
-    block = ProjectedAttention(SPLITS[name], scale=0.3, **MASKS[mask]())
+    block = projected_attention(SPLITS[name], scale=0.3, **MASKS[mask]())
     found, again = (gradients(block, 16, monkeypatch, by_heads) for by_heads in (True, False))
     assert (found - again).norm() < 2e-6 * again.norm()
 
@@ -117,7 +114,7 @@ def test_gradients_of_16_bits_are_computed_in_32(
 ) -> None:
     monkeypatch.setattr(attention_by_heads, "_has_matrix_unit", lambda: False)
     torch.manual_seed(0)
-    block = ProjectedAttention(SPLITS[name], scale=0.3, **MASKS[mask]())
+    block = projected_attention(SPLITS[name], scale=0.3, **MASKS[mask]())
     exact = gradients(block, 256, monkeypatch, tokens=tokens)
     found, again = (gradients(block, 256, monkeypatch, by_heads, tokens, dtype) for by_heads in (True, False))
     assert (found - again).norm() < 0.03 * again.norm()
@@ -137,18 +134,18 @@ def test_parts_are_decoded_by_the_sample(tokens: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(SavedTensor, "samples", counted)
     torch.manual_seed(0)
-    gradients(ProjectedAttention(of_their_own), 16, monkeypatch, tokens=tokens)
+    gradients(projected_attention(of_their_own), 16, monkeypatch, tokens=tokens)
     # 36 tokens: a thread takes at least 16 heads, those of 4 samples, and at most half of the 9 samples.
     # 37 tokens: a sample has 37 x 64 elements, 9.25 groups of 256, so 4 samples are the fewest.
     assert counts == [min(4, BATCH - first) for first in range(0, BATCH, 4) for _ in range(3)]
 
 
-UNSERVED: dict[str, Callable[[], ProjectedAttention]] = {
-    "a mask that wants a gradient": lambda: ProjectedAttention(
+UNSERVED: dict[str, Callable[[], nn.Module]] = {
+    "a mask that wants a gradient": lambda: projected_attention(
         of_their_own, attn_mask=torch.zeros(TOKENS, TOKENS, requires_grad=True)
     ),
-    "fewer heads than threads": lambda: ProjectedAttention(lambda x: [h[:1, :1] for h in of_their_own(x)]),
-    "grouped heads": lambda: ProjectedAttention(grouped, enable_gqa=True),
+    "fewer heads than threads": lambda: projected_attention(lambda x: [h[:1, :1] for h in of_their_own(x)]),
+    "grouped heads": lambda: projected_attention(grouped, enable_gqa=True),
 }
 
 
@@ -162,13 +159,13 @@ def test_what_it_does_not_serve_runs_again(name: str, monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     gradients(UNSERVED[name](), 16, monkeypatch)
     with pytest.raises(AssertionError):
-        gradients(ProjectedAttention(of_their_own), 16, monkeypatch)
+        gradients(projected_attention(of_their_own), 16, monkeypatch)
 
 
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_dropout_is_that_of_the_forward(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    block = ProjectedAttention(of_their_own, dropout_p=0.2, **MASKS[mask]())
+    block = projected_attention(of_their_own, dropout_p=0.2, **MASKS[mask]())
     plain = gradients(block, None, monkeypatch)
     fine = gradients(block, 256, monkeypatch)
     assert (fine - plain).norm() < 0.02 * plain.norm()
@@ -179,4 +176,4 @@ def test_dropout_is_that_of_the_forward(mask: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("by_heads", [True, False])
 def test_dropout_of_everything_gives_zeros(by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    assert not gradients(ProjectedAttention(of_their_own, dropout_p=1.0), 16, monkeypatch, by_heads).any()
+    assert not gradients(projected_attention(of_their_own, dropout_p=1.0), 16, monkeypatch, by_heads).any()

@@ -1,6 +1,8 @@
 """Norms that models compose by hand obey Rule 7: rows of tiny variance do not amplify the error."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,34 +19,26 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from tests.builders import mean_error, workload
 from tests.conformance.running import relative_error, step
 from tests.functional_cases import EIGHT, Bare
+from tests.step_memory import Composed
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
 
-class DividedNorm(nn.Module):
+def divided_norm(width: int) -> nn.Module:
     """A layer norm as the first transformers wrote it."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(model: Any, x: Tensor) -> Any:
         centered = x - x.mean(-1, keepdim=True)
         deviation = torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * (centered / deviation)
+        return model.weight * (centered / deviation)
+
+    return Composed(forward, weight=nn.Parameter(torch.ones(width)))
 
 
-class Lifted(nn.Module):
+def lifted(norm: nn.Module, tokens: int, width: int) -> nn.Module:
     """The norm of an activation, and something after it."""
-
-    def __init__(self, norm: nn.Module, tokens: int, width: int) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(tokens, width))
-        self.norm, self.head = norm, nn.Linear(width, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.norm(x + self.shift))
-        return y
+    shift, head = nn.Parameter(torch.zeros(tokens, width)), nn.Linear(width, 16)
+    return Composed(lambda m, x: m.head(m.norm(x + m.shift)), shift=shift, norm=norm, head=head)
 
 
 def _inputs(width: int) -> dict[str, Tensor]:
@@ -60,13 +54,13 @@ def _inputs(width: int) -> dict[str, Tensor]:
     ("norm", "width"),
     [
         *((LlamaRMSNorm, width) for width in (32, 100, 256, 127)),
-        *((T5LayerNorm, 100), (DividedNorm, 32), (DividedNorm, 127), (nn.RMSNorm, 256), (nn.RMSNorm, 127)),
+        *((T5LayerNorm, 100), (divided_norm, 32), (divided_norm, 127), (nn.RMSNorm, 256), (nn.RMSNorm, 127)),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
-def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
+def test_error_is_not_amplified(norm: Callable[[int], nn.Module], width: int) -> None:
     torch.manual_seed(0)
-    plain = Lifted(norm(width), 24, width)
+    plain = lifted(norm(width), 24, width)
     for name, x in _inputs(width).items():
         right = step(plain, x).gradients
         for level, bound in ((16, 0.1), (4, 2.0)):
@@ -81,7 +75,7 @@ def test_prices_are_those_of_groups_that_end_with_rows() -> None:
     x = _inputs(width)["uneven rows"]
     factors = torch.randn(16, generator=torch.Generator().manual_seed(0))
     work = workload(
-        lambda: Lifted(LlamaRMSNorm(width), 24, width),
+        lambda: lifted(LlamaRMSNorm(width), 24, width),
         lambda _: torch.cat([x] * 4),
         lambda model, batch: (model(batch) * factors).sum(),
         batch_size=16,

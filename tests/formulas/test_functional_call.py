@@ -15,6 +15,7 @@ from torch.func import functional_call
 import mesa_tune as mt
 from tests.builders import ViT
 from tests.conformance.running import relative_error
+from tests.step_memory import Composed
 
 X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 # Linear layers alone, whose input gradient depends on nothing but the weights.
@@ -23,35 +24,26 @@ EXACT_INPUTS = mt.Policy.uniform(level=2)
 Parameters = dict[str, Tensor]
 
 
-class Tied(nn.Module):
-    """Uses the weight of a module that it never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.embed(x)
-        return F.linear(y, self.head.weight.T)
+def tied() -> nn.Module:
+    """A model that uses the weight of a module that it never calls."""
+    layers = {"embed": nn.Linear(16, 16), "head": nn.Linear(16, 16)}
+    return Composed(lambda m, x: F.linear(m.embed(x), m.head.weight.T), **layers)
 
 
-class Outer(nn.Module):
-    """Computes the weights of a part of its own."""
+def outer() -> nn.Module:
+    """A model that computes the weights of a part of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.target = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(model: Any, x: Tensor) -> Any:
+        weights = {"weight": model.lift(model.target.weight), "bias": model.target.bias * 2}
+        return functional_call(model.target, weights, (x,))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights = {"weight": self.lift(self.target.weight), "bias": self.target.bias * 2}
-        out: Tensor = functional_call(self.target, weights, (x,))
-        return out
+    return Composed(forward, lift=nn.Linear(16, 16), target=nn.Linear(16, 16))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16, bias=False)),
-    "tied": Tied,
-    "inside": Outer,
+    "tied": tied,
+    "inside": outer,
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16)),
 }
 OTHERS = ("tied", "inside", "nested")

@@ -18,6 +18,7 @@ import mesa_tune as mt
 import mesa_tune.functional as mf
 from mesa_tune.policy import Policy
 from tests.functional_cases import RAW, gradients, served
+from tests.step_memory import Composed
 
 
 def _saved_bytes(y: Tensor) -> int:
@@ -26,7 +27,7 @@ def _saved_bytes(y: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "shape", "bytes_per_output"),
+    ("function", "shape", "per_output"),
     [
         pytest.param(partial(mf.dropout, p=0.3), (8, 100), 1 / 8, id="dropout"),
         pytest.param(partial(served, F.dropout, RAW), (8, 100), 1 / 8, id="F.dropout"),
@@ -35,11 +36,9 @@ def _saved_bytes(y: Tensor) -> int:
         pytest.param(lambda x: mf.avg_pool2d(x, 2), (2, 4, 16, 16), 0, id="average"),
     ],
 )
-def test_bits_kept(
-    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], bytes_per_output: float
-) -> None:
+def test_bits_kept(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], per_output: float) -> None:
     y = function(torch.randn(shape, requires_grad=True))
-    assert _saved_bytes(y) == bytes_per_output * y.numel()
+    assert _saved_bytes(y) == per_output * y.numel()
 
 
 def test_traced_dropout_is_one_kernel() -> None:
@@ -114,29 +113,21 @@ def test_max_pool_gradient_is_pytorchs(size: int, kernel: int, stride: int, dila
     assert torch.equal(gradients(y, [x])[0], gradients(expected, [x])[0])
 
 
-class _Biased(nn.Module):
+def _biased(model: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Attention with a bias for each head and a mask for each window, as Swin adds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(16, 16, 4))
-        self.project = nn.Linear(32, 96)
-        self.changed = False
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
-        bias = self.table.permute(2, 0, 1).unsqueeze(0) * 1
-        total = bias + mask
-        if self.changed:
-            total.mul_(0.5)
-        return F.scaled_dot_product_attention(q, k, v, total)
+    q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in model.project(x).chunk(3, -1))
+    bias = model.table.permute(2, 0, 1).unsqueeze(0) * 1
+    total = bias + mask
+    if model.changed:
+        total.mul_(0.5)
+    return F.scaled_dot_product_attention(q, k, v, total)
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["sum as it is", "sum changed in place"])
 def test_a_summed_mask_is_kept_as_its_parts(changed: bool) -> None:
     torch.manual_seed(0)
-    model, x = _Biased(), torch.randn(64, 16, 32)
-    model.changed = changed
+    parts = {"table": nn.Parameter(torch.randn(16, 16, 4)), "project": nn.Linear(32, 96)}
+    model, x = Composed(_biased, **parts, changed=changed), torch.randn(64, 16, 32)
     mask = torch.zeros(64, 1, 16, 16).masked_fill(torch.rand(64, 1, 16, 16) < 0.2, -100.0)
     expected = model(x, mask)
     wanted = gradients(expected, list(model.parameters()))

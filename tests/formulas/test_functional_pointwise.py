@@ -19,27 +19,22 @@ from mesa_tune.policy import Policy
 from tests.builders import mean, workload
 from tests.conformance.running import saved_bytes
 from tests.functional_cases import EIGHT, RAW, gradients, served
+from tests.step_memory import Composed
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
 
-class Model(nn.Module):
-    """`function` of an activation and of what further parameters it takes."""
-
-    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.function = function
-        self.shift = nn.Parameter(torch.zeros(64, 64))
-        self.others = nn.ParameterList([torch.rand(shape) + 0.5 for shape in shapes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x + self.shift, *self.others)
+def model_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> nn.Module:
+    """A model that is `function` of an activation, and of what further parameters it takes."""
+    shift = nn.Parameter(torch.zeros(64, 64))
+    others = nn.ParameterList([torch.rand(shape) + 0.5 for shape in shapes])
+    return Composed(lambda m, x: function(x + m.shift, *m.others), shift=shift, others=others)
 
 
 def _kept(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> int:
     """Bytes that a converted model of `function` keeps at 8 bits, however small; by the outside meter."""
     torch.manual_seed(0)
-    model = mt.convert(Model(function, *shapes), Policy.uniform(256), min_elements=0)
+    model = mt.convert(model_of(function, *shapes), Policy.uniform(256), min_elements=0)
     return saved_bytes(model, torch.randn(64, 64))
 
 
@@ -159,7 +154,7 @@ def test_a_negative_slope_in_place_is_refused_as_by_pytorch() -> None:
 
 @pytest.mark.parametrize("form", [Tensor.mul_, Tensor.div_], ids=["mul_", "div_"])
 @pytest.mark.parametrize(
-    "chosen", [(True, True), (True, False), (False, True)], ids=["both", "first", "other"]
+    "chosen", [(True, True), (True, False), (False, True)], ids=["both", "first", "last"]
 )
 def test_products_in_place(form: Callable[..., Tensor], chosen: tuple[bool, bool]) -> None:
     def run(multiply: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -254,7 +249,7 @@ def test_bias_of_the_gates_is_as_small_as_said(level: int) -> None:
 
 
 def test_what_has_no_formula_goes_to_the_hooks() -> None:
-    model = Model(lambda h: torch.einsum("ij,jk,kl->il", h, h.mT, h.square()))
+    model = model_of(lambda h: torch.einsum("ij,jk,kl->il", h, h.mT, h.square()))
     x = torch.randn(64, 64)
     plain = saved_bytes(model, x)
     notice._given.clear()

@@ -16,6 +16,7 @@ from mesa_tune.engine import saved
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.ops import fused as ops
 from tests.builders import Calling
+from tests.step_memory import Composed
 
 
 def rearranged(layer: nn.Module) -> nn.Module:
@@ -23,28 +24,23 @@ def rearranged(layer: nn.Module) -> nn.Module:
     return nn.Sequential(Calling(lambda x: x.contiguous(memory_format=torch.channels_last)), layer)
 
 
-class Product(nn.Module):
+def product(function: Callable[..., Tensor], *shape: int) -> nn.Module:
     """A function of the input and a matrix that is computed, or, where that is a matrix product, a weight."""
 
-    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(0.5 + torch.rand(shape))
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return function(x, model.weight if shape[0] == x.shape[-1] else model.weight.cos())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight if self.weight.shape[0] == x.shape[-1] else self.weight.cos())
+    return Composed(forward, weight=nn.Parameter(0.5 + torch.rand(shape)))
 
 
-class Loss(nn.Module):
+def loss(**arguments: Any) -> nn.Module:
     """Cross-entropy for class indices, of which some are ignored."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__()
-        self.arguments = arguments
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         target = torch.arange(x.numel() // x.shape[1]).view(x.shape[0], *x.shape[2:]) % x.shape[1]
-        return F.cross_entropy(x, target.masked_fill(target == 3, -100), **self.arguments)
+        return F.cross_entropy(x, target.masked_fill(target == 3, -100), **arguments)
+
+    return Calling(forward)
 
 
 WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -64,12 +60,12 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "group-norm": (nn.GroupNorm(4, 8), (10, 8, 16, 18)),
     "softmax": (nn.Softmax(-1), (10, 3, 20, 32)),
     "softmax-dim": (nn.Softmax(2), (10, 3, 20, 32)),
-    "loss": (Loss(), (67, 48)),
-    "loss-weighted": (Loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
-    "loss-of-rows": (Loss(reduction="none"), (67, 48)),
-    "loss-square": (Loss(), (13, 16, 16)),
-    "loss-smoothed": (Loss(label_smoothing=0.1, weight=torch.rand(16)), (13, 16, 20)),
-    "loss-each": (Loss(reduction="none"), (13, 16, 20)),
+    "loss": (loss(), (67, 48)),
+    "loss-weighted": (loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
+    "loss-of-rows": (loss(reduction="none"), (67, 48)),
+    "loss-square": (loss(), (13, 16, 16)),
+    "loss-smoothed": (loss(label_smoothing=0.1, weight=torch.rand(16)), (13, 16, 20)),
+    "loss-each": (loss(reduction="none"), (13, 16, 20)),
     "product": (Calling(lambda x: x @ (x.mT * 0.5)), (9, 4, 30, 32)),
     "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
 }
@@ -127,14 +123,14 @@ FUSED: dict[str, tuple[ops.Fused, nn.Module, tuple[int, ...]]] = {
     "instance": (ops.BATCH_NORM_BACKWARD, nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
     "softmax": (ops.SOFTMAX_BACKWARD, nn.Softmax(-1), (10, 3, 20, 32)),
     "softmax-of-a-row": (ops.SOFTMAX_BACKWARD, nn.Softmax(0), (500,)),
-    "loss": (ops.CROSS_ENTROPY_BACKWARD, Loss(), (67, 48)),
-    "loss-weighted": (ops.CROSS_ENTROPY_BACKWARD, Loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
-    "loss-of-rows": (ops.CROSS_ENTROPY_BACKWARD, Loss(reduction="none"), (67, 48)),
-    "matmul": (ops.LINEAR_BACKWARD, Product(torch.matmul, 48, 30), (7, 31, 48)),
-    "addmm": (ops.LINEAR_BACKWARD, Product(ADDMM, 48, 30), (77, 48)),
-    "mul": (ops.DEQUANTIZE_MUL, Product(torch.mul, 77, 48), (77, 48)),
-    "div": (ops.DEQUANTIZE_MUL, Product(torch.div, 77, 48), (77, 48)),
-    "addcmul": (ops.DEQUANTIZE_MUL, Product(ADDCMUL, 77, 48), (77, 48)),
+    "loss": (ops.CROSS_ENTROPY_BACKWARD, loss(), (67, 48)),
+    "loss-weighted": (ops.CROSS_ENTROPY_BACKWARD, loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
+    "loss-of-rows": (ops.CROSS_ENTROPY_BACKWARD, loss(reduction="none"), (67, 48)),
+    "matmul": (ops.LINEAR_BACKWARD, product(torch.matmul, 48, 30), (7, 31, 48)),
+    "addmm": (ops.LINEAR_BACKWARD, product(ADDMM, 48, 30), (77, 48)),
+    "mul": (ops.DEQUANTIZE_MUL, product(torch.mul, 77, 48), (77, 48)),
+    "div": (ops.DEQUANTIZE_MUL, product(torch.div, 77, 48), (77, 48)),
+    "addcmul": (ops.DEQUANTIZE_MUL, product(ADDCMUL, 77, 48), (77, 48)),
     "glu": (ops.DEQUANTIZE_MUL, nn.GLU(), (77, 48)),
 }
 
@@ -168,9 +164,9 @@ def test_gradients_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.M
 def test_classes_that_do_not_lie_last_are_not_taken_for_such() -> None:
     """In a square, shapes do not tell."""
     x = torch.randn(13, 16, 16, requires_grad=True)
-    model = mt.convert(nn.Sequential(Loss()), mt.Policy.uniform(256), seed=0, min_elements=0)
+    model = mt.convert(nn.Sequential(loss()), mt.Policy.uniform(256), seed=0, min_elements=0)
     (found,) = torch.autograd.grad(model(x * 1.0), x)
-    (exact,) = torch.autograd.grad(Loss()(x), x)
+    (exact,) = torch.autograd.grad(loss()(x), x)
     assert (found - exact).norm() < 1e-2 * exact.norm()
 
 

@@ -103,9 +103,7 @@ LONG = "more rows than are decoded at a time"
     ],
     ids=str,
 )
-def test_tensors_of_16_bits_are_added_in_32(
-    name: str, transposed: bool, dtype: torch.dtype, threads: None
-) -> None:
+def test_16_bits_are_added_in_32(name: str, transposed: bool, dtype: torch.dtype, threads: None) -> None:
     rows, width, out = SHAPES.get(name, (5000, 250, 3))
     torch.manual_seed(0)
     x, grad, weight = torch.randn(rows, width), torch.randn(rows, out), torch.randn(out, width)

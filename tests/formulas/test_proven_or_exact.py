@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +14,17 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from tests.builders import Calling
+from tests.step_memory import Composed
 
 SAMPLES, ROWS, WIDTH = 8, 64, 200
 EIGHT = mt.Policy.uniform(level=256)
 
 
-class Net(nn.Module):
+def net(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """`function` of an activation, between two linear layers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(32, WIDTH), nn.LazyLinear(4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.function(self.first(x)))
-        return y.square().mean()
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(32, WIDTH), "last": nn.LazyLinear(4)}
+    return Composed(lambda m, x: m.last(function(m.first(x))).square().mean(), **layers)
 
 
 def lengths(rows: Tensor) -> Tensor:
@@ -123,7 +118,7 @@ AT_4_BITS = ("over-amax", "normalize", "over-norm-padding", "std", "power", "log
 )
 def test_gradients_are_near_plain_ones(name: str, level: int, bound: float) -> None:
     x = torch.randn(SAMPLES, ROWS, 32)
-    model = Net(FUNCTIONS[name])
+    model = net(FUNCTIONS[name])
     exact = gradients(model, x)
     mt.convert(model, mt.Policy.uniform(level), seed=1)
     errors = [float((gradients(model, x) - exact).square().sum() / exact.square().sum()) for _ in range(4)]
@@ -153,38 +148,31 @@ def test_what_is_logged_outside_the_loss_leaves_no_memory_behind() -> None:
     assert counts[2] == counts[1]
 
 
-class NormByHand(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+def norm_by_hand(width: int) -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Any:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * model.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+    return Composed(forward, weight=nn.Parameter(torch.ones(width)))
 
 
-class GatedByHand(nn.Module):
+def gated_by_hand(width: int) -> nn.Module:
     """Norm, two projections, one of them gates the other; added to what came in, as Llama and Gemma do."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width, 1e-6)
-        self.up, self.gate, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.norm(x)
+        return x + model.down(F.gelu(model.gate(h)) * model.up(h))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        y: Tensor = self.down(F.gelu(self.gate(h)) * self.up(h))
-        return x + y
+    layers = {name: nn.Linear(width, width, bias=False) for name in ("up", "gate", "down")}
+    return Composed(forward, norm=nn.RMSNorm(width, 1e-6), **layers)
 
 
-class ZeroProjected(nn.Module):
+def zero_projected(width: int) -> nn.Module:
     """Every other row comes from a projection that begins at zero, as those of images do in Gemma 3."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.projection = nn.Parameter(torch.zeros(width, width))
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return torch.cat([x[:, ::2] @ model.projection, x[:, 1::2]], 2).view_as(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x[:, ::2] @ self.projection, x[:, 1::2]], 2).view_as(x)
+    return Composed(forward, projection=nn.Parameter(torch.zeros(width, width)))
 
 
 TARGET = torch.randn(64, 24, 48)
@@ -192,7 +180,7 @@ SUMMED = Calling(lambda x: (x * TARGET).sum())
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer norm": lambda width: nn.LayerNorm(width, 1e-6, bias=False),
     "RMS norm": lambda width: nn.RMSNorm(width, 1e-6),
-    "by hand": NormByHand,
+    "by hand": norm_by_hand,
 }
 
 
@@ -219,7 +207,7 @@ def test_rows_of_zeros_leave_the_weight_of_a_norm_alone(norm: str, level: int) -
 def test_rows_of_zeros_stay_zeros_where_one_half_gates_the_other(store: str, level: int) -> None:
     torch.manual_seed(0)
     width = 48
-    model = nn.Sequential(ZeroProjected(width), *[GatedByHand(width) for _ in range(2)], SUMMED)
+    model = nn.Sequential(zero_projected(width), *[gated_by_hand(width) for _ in range(2)], SUMMED)
     x = torch.randn(64, 24, width)
     right = gradients(model, x)
     policy = mt.Policy.uniform(level, store=store)

@@ -1,6 +1,7 @@
 """Traced code stores and restores as eager code does: element by element, rounding included."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,19 +10,17 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import mesa_tune as mt
+from tests.step_memory import Composed
 
 
-class Attention(nn.Module):
+def attention(causal: bool) -> nn.Module:
     """Attention whose queries, keys and values are dense, but not contiguous."""
 
-    def __init__(self, causal: bool = False) -> None:
-        super().__init__()
-        self.projections = nn.ModuleList(nn.Linear(40, 48) for _ in range(3))
-        self.causal = causal
+    def forward(model: Any, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (3, 16)).transpose(1, 2) for layer in model.projections)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (3, 16)).transpose(1, 2) for layer in self.projections)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+    return Composed(forward, projections=nn.ModuleList(nn.Linear(40, 48) for _ in range(3)))
 
 
 def gradients(model: nn.Module, function: object, x: Tensor) -> list[Tensor]:
@@ -36,7 +35,7 @@ def gradients(model: nn.Module, function: object, x: Tensor) -> list[Tensor]:
 )
 def test_attention_has_the_gradients_of_eager_code(causal: bool) -> None:
     torch.compiler.reset()
-    plain = Attention(causal)
+    plain = attention(causal)
     eager, traced = (
         mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=4), seed=0, min_elements=0) for _ in range(2)
     )

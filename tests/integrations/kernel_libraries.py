@@ -6,11 +6,14 @@ They save what the originals save (flash-attn 2 and 3, liger-kernel 0.8), and do
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.step_memory import Composed
 
 VOCABULARY, WIDTH, HEADS = 96, 32, 4
 
@@ -118,16 +121,10 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return grad.view(ctx.shape), of_weight, None
 
 
-class LigerRMSNorm(nn.Module):
+def rms_norm() -> nn.Module:
     """The module that Liger puts in the place of a model's own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
-        return applied(LigerRMSNormFunction, x, self.weight, 1e-6)
+    weight = nn.Parameter(torch.ones(WIDTH))
+    return Composed(lambda m, x: applied(LigerRMSNormFunction, x, m.weight, 1e-6), weight=weight)
 
 
 class LigerSiLUMulFunction(torch.autograd.Function):
@@ -176,37 +173,19 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-class KernelBlock(nn.Module):
-    """A block of a language model whose attention is of flash-attn 2, and the rest of Liger."""
+def block(attend: Callable[..., Tensor]) -> nn.Module:
+    """A block of a language model whose attention is of flash-attn, and the rest of Liger."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = LigerRMSNorm(WIDTH), LigerRMSNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+    def forward(m: Any, x: Tensor) -> Any:
+        q, k, v = m.qkv(m.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        x = x + m.proj(attend(q, k, v).flatten(2))
+        hidden = m.norm2(x)
+        return x + m.down(applied(LigerSiLUMulFunction, m.gate(hidden), m.up(hidden)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        x = x + self.proj(self.attend(q, k, v).flatten(2))
-        hidden = self.norm2(x)
-        wide = applied(LigerSiLUMulFunction, self.gate(hidden), self.up(hidden))
-        output: Tensor = x + self.down(wide)
-        return output
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call the library."""
-        return flash_attn_func(q, k, v)
-
-
-class KernelBlockOf3(KernelBlock):
-    """The same with flash-attn 3."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call the library."""
-        output: Tensor = flash_attn_forward(q, k, v)[0]
-        return output
+    norms = {"norm1": rms_norm(), "norm2": rms_norm()}
+    attention = {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
+    gate, up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+    return Composed(forward, **norms, **attention, gate=gate, up=up, down=nn.Linear(2 * WIDTH, WIDTH))
 
 
 class Transformer(nn.Module):
@@ -216,8 +195,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.fused = fused
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([KernelBlock(), KernelBlockOf3()])
-        self.norm, self.head = LigerRMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        of_2, of_3 = flash_attn_func, lambda *given: flash_attn_forward(*given)[0]
+        self.blocks = nn.ModuleList([block(of_2), block(of_3)])
+        self.norm, self.head = rms_norm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of predicting each next token."""

@@ -18,7 +18,7 @@ import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations import compression
 from mesa_tune.integrations.accelerate import convert
-from tests.builders import ViT, cross_entropy
+from tests.builders import Patch, ViT, cross_entropy
 from tests.conftest import forget_accelerators
 from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter
 
@@ -123,9 +123,7 @@ PLACES = pytest.mark.parametrize("early", [True, False], ids=["before prepare", 
     ],
     ids=["before", "checkpointing, after", "bf16, before", "bf16, after", "accumulation, before"],
 )
-def test_an_exact_policy_trains_bitwise_as_plain_and_4_bits_nearly(
-    options: dict[str, Any], early: bool
-) -> None:
+def test_an_exact_policy_trains_as_plain_and_4_bits_nearly(options: dict[str, Any], early: bool) -> None:
     plain, exact = Loop(**options).train(2), converted(early, options, policy=EXACT).train(2)
     assert exact.losses == plain.losses
     assert all(map(torch.equal, exact.plain.parameters(), plain.plain.parameters()))
@@ -185,9 +183,7 @@ def test_steps_under_a_budget_take_no_more_and_are_resumed(
     assert all(map(torch.equal, resumed.plain.parameters(), loop.plain.parameters()))
 
 
-def test_a_model_is_measured_on_the_device_and_in_the_steps_of_its_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_is_measured_on_the_device_and_in_the_steps_of_its_training(monkeypatch: Patch) -> None:
     loop, measured, given = Loop(mixed_precision="bf16", accumulation=2), ViT(depth=1), Mock()
     monkeypatch.setattr(compression, "convert_within", given)
     monkeypatch.setattr(Accelerator, "device", torch.device("meta"))

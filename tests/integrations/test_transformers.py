@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +23,7 @@ from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.integrations.transformers import MesaTuneCallback
 from mesa_tune.runs.folder import digest
 from mesa_tune.workload.instance import rank_zero
-from tests.builders import gpt2, known
+from tests.builders import Capture, Patch, gpt2, known
 from tests.integrations.conftest import CAMPAIGN, EXACT, FOUR_BITS, LOGGED, PREDICTED, PeakMeter, sharpen
 
 LENGTH = 32
@@ -103,9 +103,7 @@ def assert_begins_nearly_as(run: Trainer, plain: Trainer) -> None:
     [{"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
     ids=["checkpointing", "accumulation", "bf16"],
 )
-def test_an_exact_policy_trains_bitwise_as_plain_and_4_bits_nearly(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_an_exact_policy_trains_as_plain_and_4_bits_nearly(tmp_path: Path, options: dict[str, Any]) -> None:
     plain, exact = trained(tmp_path, **options), trained(tmp_path, MesaTuneCallback(EXACT), **options)
     assert losses(exact) == losses(plain)
     assert_equal(weights(exact), weights(plain))
@@ -120,7 +118,7 @@ def test_the_model_is_converted_for_the_training_alone(tmp_path: Path) -> None:
     assert "compute_loss" not in vars(run)
 
 
-def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "policy.txt"
     path.write_text(PREDICTED + "on fc:\n    by_index: all\n    level: 16\n")
     run = trained(tmp_path, MesaTuneCallback(path))
@@ -135,9 +133,7 @@ def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: pytest.C
     ]
 
 
-def test_only_the_first_of_several_processes_says_something(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_first_of_several_processes_says_something(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(rank_zero, "processes", lambda: 2)
     for rank, lines in ((1, 0), (0, 1)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
@@ -159,11 +155,10 @@ class OwnLoss(Trainer):
 
 def test_loss_rules_reach_a_loss_outside_the_model(tmp_path: Path) -> None:
     policy = PREDICTED + LOSS
-    plain, run = (trained(tmp_path, *call, kind=OwnLoss) for call in ((), (MesaTuneCallback(policy),)))
+    ways: tuple[Any, ...] = ((), (MesaTuneCallback(policy),))
+    plain, run = [cast(OwnLoss, trained(tmp_path, *way, kind=OwnLoss)) for way in ways]
     assert losses(run)[0] == losses(plain)[0]
     assert losses(run) != losses(plain)
-    assert isinstance(plain, OwnLoss)
-    assert isinstance(run, OwnLoss)
     assert plain.functions == {"NllLossBackward0"}
     assert plain.functions != run.functions
 
@@ -255,9 +250,7 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, layers: int, options:
 
 
 @pytest.mark.slow("training")
-def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_under_a_budget_is_resumed_with_its_policy(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(notice, "_given", set())
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = assert_within_a_budget(tmp_path, text_model, **options)
@@ -275,9 +268,7 @@ def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
         resumed(FOUR_BITS)
 
 
-def test_a_budget_is_measured_in_the_steps_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_measured_in_the_steps_of_the_training(tmp_path: Path, monkeypatch: Patch) -> None:
     given = Mock()
     monkeypatch.setattr(compression, "convert_within", given)
     steps: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 1}
@@ -323,11 +314,10 @@ def test_a_reading_changes_the_plan_and_is_logged(tmp_path: Path, options: dict[
     assert [entry["step"] for entry in entries] == [0, 2]
     assert entries[1]["mesa/measured_noise_ratio"] > 0
     assert entries[1]["mesa/noise_ratio"] != entries[0]["mesa/noise_ratio"]
-    assert callback.compression.saved is not None
-    assert callback.compression.saved["monitor"]["corrections"]
+    assert known(callback.compression.saved)["monitor"]["corrections"]
 
 
-def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: Patch) -> None:
     retune = Mock()
     retune.return_value.configure_mock(plan=None, **{"step.return_value": True})
     monkeypatch.setattr(compression, "Retune", retune)
@@ -339,9 +329,7 @@ def test_every_step_gives_its_batch_to_retune(tmp_path: Path, monkeypatch: pytes
 
 
 @CAMPAIGN
-def test_retune_measures_at_the_start_and_at_intervals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path, capsys: Capture) -> None:
     def run(*callbacks: TrainerCallback, **options: Any) -> Trainer:
         callback = MesaTuneCallback(budget="70%", retune=2)
         options = {"save_strategy": "steps", "save_steps": 1, **options}

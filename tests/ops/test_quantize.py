@@ -176,9 +176,7 @@ def test_no_code_exceeds_the_levels(levels: int) -> None:
 
 @given(shapes, st.integers(1, 8), group_sizes)
 @settings(deadline=None, max_examples=80)
-def test_packed_bytes_are_the_bytes_that_quantize_makes(
-    shape: tuple[int, ...], bits: int, group_size: int
-) -> None:
+def test_packed_bytes_are_those_of_quantize(shape: tuple[int, ...], bits: int, group_size: int) -> None:
     q = ops.quantize(torch.zeros(shape), bits, group_size, seed=0)
     numel = math.prod(shape)
     groups = math.ceil(numel / group_size)

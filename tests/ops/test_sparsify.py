@@ -15,9 +15,7 @@ from tests.ops.test_ops_kernels import needs_library, same_bytes
 def assert_kernels_agree(x: Tensor, count: int) -> None:
     bitmap, survivors = parts = RAW.sparsify(x, count)
     assert all(map(same_bytes, parts, reference_codecs.sparsify(x, count)))
-    found, right = (
-        densify(bitmap, survivors, x.shape) for densify in (RAW.densify, reference_codecs.densify)
-    )
+    found, right = (dense(bitmap, survivors, x.shape) for dense in (RAW.densify, reference_codecs.densify))
     assert same_bytes(found, right)
 
 

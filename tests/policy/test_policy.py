@@ -148,9 +148,7 @@ FINEST: dict[str, tuple[str, str, dict[str, Any]]] = {  # rules of all layers an
 
 
 @pytest.mark.parametrize(("first", "second", "finest"), FINEST.values(), ids=FINEST)
-def test_a_layer_without_index_yet_gets_the_finest_settings(
-    first: str, second: str, finest: dict[str, Any]
-) -> None:
+def test_a_layer_without_index_gets_the_finest(first: str, second: str, finest: dict[str, Any]) -> None:
     policy = ours(f"on fc:\n by_index: {first}\n\n by_index: {second}\n")
     groups: dict[str, Any] = {"group_size": None} if "quant_groups" in finest else {}
     assert policy.settings("fc", None, "a.fc") == LayerSettings(**finest, **groups)

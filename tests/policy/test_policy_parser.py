@@ -90,9 +90,7 @@ def assert_refused(text: str, line: int, said: str, remedy: str) -> None:
     assert 1 <= len(rest) <= 2
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "said", "remedy"), MISTAKES, ids=[case[2][:60] for case in MISTAKES]
-)
+@pytest.mark.parametrize(("text", "line", "said", "remedy"), MISTAKES, ids=[row[2][:60] for row in MISTAKES])
 def test_a_mistake_is_refused_with_line_text_and_remedy(text: str, line: int, said: str, remedy: str) -> None:
     assert_refused(text, line, said, remedy)  # in Mesa's file
     assert_refused(OURS + text, line + 1, said, remedy)

@@ -15,69 +15,68 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
 from tests import builders
-from tests.engine.test_deriving import Gated
+from tests.engine.test_deriving import gated as gated_perceptron
 from tests.step_memory import Composed, without_variants
 
 BATCH, SEEDS, WIDTH, TOKENS = 8, 8, 64, 20
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
 
 
-class MatmulBlock(nn.Module):
+def linear(*names: str) -> dict[str, nn.Module]:
+    """A square layer of each name."""
+    return {name: nn.Linear(WIDTH, WIDTH) for name in names}
+
+
+def matmul_block() -> nn.Module:
     """A transformer block whose attention is products and a softmax, each of which keeps its own tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.norm(x)
-        q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+    def forward(m: Any, x: Tensor) -> Any:
+        h = m.norm(x)
+        q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (m.q, m.k, m.v))
         attended = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1) @ v
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        x = x + m.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + m.fc2(m.act(m.fc1(m.norm2(x))))
+
+    layers = {"norm": nn.LayerNorm(WIDTH), **linear("q", "k", "v", "out"), "norm2": nn.LayerNorm(WIDTH)}
+    mlp = {"fc1": nn.Linear(WIDTH, 4 * WIDTH), "act": nn.GELU(), "fc2": nn.Linear(4 * WIDTH, WIDTH)}
+    return Composed(forward, **layers, **mlp)
 
 
 def transformer() -> nn.Module:
     """Attention of matmul and softmax (which share a tensor), and q, k, v layers of one input."""
-    parts = {"embed": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(MatmulBlock())}
+    parts = {"embed": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(matmul_block())}
     return Composed(lambda m, x: m.head(m.blocks(m.embed(x)).mean(1)), **parts, head=nn.Linear(WIDTH, 10))
 
 
-class Convolutions(nn.Module):
+def two_convolutions() -> dict[str, nn.Module]:
+    """Convolution and batch norm, twice."""
+    first = {"conv1": nn.Conv2d(3, 16, 3, padding=1), "bn1": nn.BatchNorm2d(16)}
+    return {**first, "conv2": nn.Conv2d(16, 16, 3, padding=1), "bn2": nn.BatchNorm2d(16)}
+
+
+def convolutions() -> nn.Module:
     """ReLU and convolution keep one tensor; batch statistics; a mean of two tensors that only hooks reach."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.relu = nn.ReLU()
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.relu(self.bn1(self.conv1(x)))
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.relu(m.bn1(m.conv1(x)))
         gate = torch.sigmoid(x)
-        x = torch.lerp(self.relu(self.bn2(self.conv2(x)) + x), gate, gate)
-        return self.head(x.mean((2, 3)))
+        x = torch.lerp(m.relu(m.bn2(m.conv2(x)) + x), gate, gate)
+        return m.head(x.mean((2, 3)))
+
+    return Composed(forward, **two_convolutions(), relu=nn.ReLU(), head=nn.Linear(16, 10))
 
 
-class Reused(nn.Module):
+def reused() -> nn.Module:
     """One layer run twice, one weight in two layers, and two branches of one input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.right.weight = self.first.weight
-        self.norm, self.act, self.head = nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.act(m.first(x))
+        x = m.twice(F.gelu(m.twice(x)))
+        return m.head(m.norm(m.left(x) + m.act(m.right(x))).mean(1))
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.act(self.first(x))
-        x = self.twice(F.gelu(self.twice(x)))
-        return self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
+    layers = linear("first", "twice", "left", "right")
+    layers["right"].weight = layers["first"].weight
+    return Composed(forward, **layers, norm=nn.LayerNorm(WIDTH), act=nn.GELU(), head=nn.Linear(WIDTH, 10))
 
 
 def class_token() -> nn.Module:
@@ -88,39 +87,33 @@ def class_token() -> nn.Module:
 
 def gated() -> nn.Module:
     """Two gated perceptrons after RMS norms written by hand, as Llama has them."""
-    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
+    body = nn.Sequential(nn.Linear(WIDTH, WIDTH), gated_perceptron(), gated_perceptron())
     return Composed(lambda m, x: m.head(m.body(x).mean(1)), body=body, head=nn.Linear(WIDTH, 10))
 
 
-class Dropped(nn.Module):
+def dropped() -> nn.Module:
     """Dropout between what is derived from and who derives."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.first = nn.Linear(WIDTH, 2 * WIDTH)
-        self.act, self.drop = nn.GELU(), nn.Dropout(0.2)
-        self.second, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.drop(m.norm(m.embed(x)))
+        x = m.second(m.drop(m.act(m.first(x))))
+        return m.head(F.gelu(x).mean(1))
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.drop(self.norm(self.embed(x)))
-        x = self.second(self.drop(self.act(self.first(x))))
-        return self.head(F.gelu(x).mean(1))
+    first = {**linear("embed"), "norm": nn.LayerNorm(WIDTH), "first": nn.Linear(WIDTH, 2 * WIDTH)}
+    then = {"act": nn.GELU(), "drop": nn.Dropout(0.2), "second": nn.Linear(2 * WIDTH, WIDTH)}
+    return Composed(forward, **first, **then, head=nn.Linear(WIDTH, 10))
 
 
-class Silu(nn.Module):
+def silu() -> nn.Module:
     """Convolution, batch norm, SiLU, twice: the SiLU's own input can be derived as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv3, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 10)
+    def forward(m: Any, x: Tensor) -> Any:
+        x = F.silu(m.bn1(m.conv1(x)))
+        x = x + F.silu(m.bn2(m.conv2(x)))
+        return m.head(m.conv3(x).mean((2, 3)))
 
-    def forward(self, x: Tensor) -> Any:
-        x = F.silu(self.bn1(self.conv1(x)))
-        x = x + F.silu(self.bn2(self.conv2(x)))
-        return self.head(self.conv3(x).mean((2, 3)))
+    last = {"conv3": nn.Conv2d(16, 16, 3, padding=1), "head": nn.Linear(16, 10)}
+    return Composed(forward, **two_convolutions(), **last)
 
 
 def resnet(*depths: int) -> nn.Module:
@@ -149,15 +142,15 @@ def image_batch(n: int) -> tuple[Tensor, Tensor]:
 Made = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 MODELS: dict[str, Made] = {
     "transformer": (transformer, text_batch),
-    "convolutions": (Convolutions, image_batch),
-    "reused": (Reused, text_batch),
+    "convolutions": (convolutions, image_batch),
+    "reused": (reused, text_batch),
     "class token": (class_token, text_batch),
 }
 CHAINS: dict[str, Made] = {
     **MODELS,
     "llama": (gated, text_batch),
-    "dropped": (Dropped, text_batch),
-    "silu": (Silu, image_batch),
+    "dropped": (dropped, text_batch),
+    "silu": (silu, image_batch),
 }
 """Also models of which layers can derive what they keep in more ways."""
 

@@ -88,9 +88,7 @@ def test_rows_are_plain_values() -> None:
 @pytest.mark.parametrize("count", [1, 8, 15, 99, 300])
 def test_later_batches_measure_few_groups_in_turn(count: int) -> None:
     assert all(is_measured(0, group, count) for group in range(count))
-    measured = [
-        [group for group in range(count) if is_measured(batch, group, count)] for batch in range(1, 80)
-    ]
+    measured = [[each for each in range(count) if is_measured(batch, each, count)] for batch in range(1, 80)]
     assert all(min(count, LAYERS) <= len(groups) < 2 * LAYERS for groups in measured)
     assert {group for groups in measured for group in groups} == set(range(count))
 

@@ -55,10 +55,8 @@ def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> 
     joint, pairs = JointError(there), [(draw, first_seed + draw) for draw in range(draws)]
     error, noise = mean_error(joint, POLICY, pairs), joint.noise()
     own = OwnByHand(there.build(), gradients_of(there, range(noise.count)))
-    changes = [
-        gradients_of(there, [draw], POLICY, seed) - gradients_of(there, [draw]) for draw, seed in pairs
-    ]
-    return error, noise.relative, own.mean_ratio(torch.cat(changes))
+    moved = [gradients_of(there, [draw], POLICY, seed) - gradients_of(there, [draw]) for draw, seed in pairs]
+    return error, noise.relative, own.mean_ratio(torch.cat(moved))
 
 
 def test_a_profile_measures_checkpoints_and_changes_nothing_else(work: mt.Workload) -> None:

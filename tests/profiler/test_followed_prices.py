@@ -14,7 +14,7 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.prices import Price, can_follow, leaders
 from mesa_tune.profiler.errors.recorded import Draw
 from tests.builders import mean_error, workload
-from tests.step_memory import squares
+from tests.step_memory import Composed, squares
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
@@ -50,23 +50,21 @@ def test_nothing_follows_a_tensor_that_is_stored_without_error() -> None:
     assert not can_follow(Draw(tensor_error=0.1), Draw())
 
 
-class Whole(nn.Module):
+def whole() -> nn.Module:
     """A layer whose input is 0 to 15 in each group: 4 bits store it exactly, 3 bits do not."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 512), nn.Linear(512, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.first(x)
+    def forward(m: Any, x: Tensor) -> Any:
+        hidden = m.first(x)
         whole = (9 * hidden.detach() + 7).round().clamp(0, 15)
         whole[:, ::256], whole[:, 1::256] = 0, 15
-        return self.second(whole + (hidden - hidden.detach()))
+        return m.second(whole + (hidden - hidden.detach()))
+
+    return Composed(forward, first=nn.Linear(16, 512), second=nn.Linear(512, 4))
 
 
 @pytest.mark.parametrize("options", [[FOUR, THREE], [THREE, FOUR]])
 def test_an_option_that_errs_where_its_leader_does_not_is_measured(options: list[mt.LayerSettings]) -> None:
-    work = workload(Whole, lambda n: torch.randn(n, 16), squares, batch_size=64)
+    work = workload(whole, lambda n: torch.randn(n, 16), squares, batch_size=64)
     layer = mt.profile(work, options=options, seeds=1).layer("second")
     errors = {option.settings: option.gradient_error for option in layer.options}
     pairs = [(0, seed) for seed in range(8)]

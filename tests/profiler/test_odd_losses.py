@@ -60,16 +60,13 @@ def gan_loss(model: Any, x: Tensor) -> Tensor:
     return F.softplus(-real).mean() + F.softplus(fake).mean() + F.softplus(-fooled).mean()
 
 
-class Momentum(nn.Module):
+def momentum() -> nn.Module:
     """Contrastive learning: an encoder and its slow copy, which has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = mlp()
-        self.slow = copy.deepcopy(self.encoder).requires_grad_(False)
+    encoder = mlp()
+    return Composed(encoder=encoder, slow=copy.deepcopy(encoder).requires_grad_(False))
 
 
-def contrastive_loss(model: Momentum, x: Tensor) -> Tensor:
+def contrastive_loss(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         for slow, fast in zip(model.slow.parameters(), model.encoder.parameters(), strict=True):
             slow.lerp_(fast, 0.01)
@@ -113,14 +110,14 @@ def first_gradient_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (y * slope.abs().mean()).square().mean()  # type: ignore[no-any-return]
 
 
-def perturbed_loss(model: nn.Module, x: Tensor) -> Tensor:
+def perturbed_loss(model: nn.Module, x: Tensor) -> Any:
     """Adversarial training: the inputs move along a gradient, whose graph is gone by then."""
     x = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(squares(model, x), x)
     return squares(model, x.detach() + 0.1 * slope.sign())
 
 
-def own_backward_loss(model: nn.Module, x: Tensor) -> Tensor:
+def own_backward_loss(model: nn.Module, x: Tensor) -> Any:
     """A part of the loss goes backward inside, and the rest is returned."""
     first, second = x.chunk(2)
     squares(model, first).backward()
@@ -131,7 +128,7 @@ Made = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Tensor
 LOSSES: dict[str, Made] = {
     "several losses": (several, tokens, several_losses),
     "adversarial": (lambda: Composed(generator=mlp(), discriminator=mlp(out=1)), tokens, gan_loss),
-    "contrastive": (Momentum, tokens, contrastive_loss),
+    "contrastive": (momentum, tokens, contrastive_loss),
     "a nested batch": (mlp, nested, nested_loss),
     "a first gradient": (mlp, tokens, first_gradient_loss),
 }

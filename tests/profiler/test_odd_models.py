@@ -53,18 +53,13 @@ def repeated() -> nn.Module:
     return Composed(forward, first=first, block=block, norm=nn.LayerNorm(WIDTH), other=block)
 
 
-class Tied(nn.Module):
-    """A language model whose head is its embedding."""
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, WIDTH, sparse=sparse)
-        self.body, self.head = mlp(), nn.Linear(WIDTH, CLASSES, bias=False)
-        if not sparse:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.head(self.body(self.embed(ids)))
+def tied(sparse: bool = False) -> nn.Module:
+    """A language model whose head is its embedding, if that is not sparse."""
+    embed, body = nn.Embedding(CLASSES, WIDTH, sparse=sparse), mlp()
+    head = nn.Linear(WIDTH, CLASSES, bias=False)
+    if not sparse:
+        head.weight = embed.weight
+    return Composed(lambda m, ids: m.head(m.body(m.embed(ids))), embed=embed, body=body, head=head)
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
@@ -142,28 +137,21 @@ def structured() -> nn.Module:
     return Composed(forward, layers=nn.ModuleList([mlp() for _ in range(2)]))
 
 
-class Buffered(nn.Module):
+def buffered() -> nn.Module:
     """Running statistics and a queue, updated in place in every forward."""
 
-    mean: Tensor
-    queue: Tensor
-    at: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm = mlp(), nn.BatchNorm1d(20)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("queue", torch.zeros(256, WIDTH))
-        self.register_buffer("at", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.norm(self.block(x - self.mean))
+    def forward(model: Any, x: Tensor) -> Any:
+        y = model.norm(model.block(x - model.mean))
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
-            self.queue.copy_(self.queue.roll(1, 0))
-            self.queue[0] = y[0, 0]
-            self.at.add_(1)
-        return y * self.mean.sigmoid()
+            model.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
+            model.queue.copy_(model.queue.roll(1, 0))
+            model.queue[0] = y[0, 0]
+            model.at.add_(1)
+        return y * model.mean.sigmoid()
+
+    zeros = {"mean": torch.zeros(WIDTH), "queue": torch.zeros(256, WIDTH), "at": torch.tensor(0)}
+    buffers = {name: nn.Buffer(value) for name, value in zeros.items()}
+    return Composed(forward, block=mlp(), norm=nn.BatchNorm1d(20), **buffers)
 
 
 def spectral() -> nn.Module:
@@ -190,7 +178,7 @@ def thawed() -> nn.Module:
 Made = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Tensor]]
 MODELS: dict[str, Made] = {
     "reused layers": (repeated, tokens, squares),
-    "tied weights": (Tied, ids, next_token),
+    "tied weights": (tied, ids, next_token),
     "data-dependent control flow": (by_data, tokens, squares),
     "GRUCell": (cell, tokens, squares),
     "adapters of PEFT": (adapted_by_peft, tokens, squares),
@@ -201,9 +189,9 @@ MODELS: dict[str, Made] = {
     ),
     "functional_call and vmap": (functional, tokens, squares),
     "a ModelOutput": (structured, tokens, lambda model, x: model(x).loss),
-    "buffers in place": (Buffered, tokens, squares),
+    "buffers in place": (buffered, tokens, squares),
     "complex parameters": (spectral, tokens, squares),
-    "sparse gradients": (lambda: Tied(sparse=True), ids, next_token),
+    "sparse gradients": (lambda: tied(sparse=True), ids, next_token),
     "no gradients at first": (thawed, tokens, squares),
 }
 QUICK = {"data-dependent control flow", "adapters of PEFT", "functional_call and vmap", "sparse gradients"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.errors import WorkloadError
-from tests.parallel_cases import CASES, POLICIES, WORLD, WRAPS, Case, batch, loss, measured, sharded, workload
+from tests import process_group
+from tests.parallel_cases import CASES, POLICIES, WRAPS, Case, batch, loss, measured, sharded, workload
+from tests.process_group import WORLD
 from tests.step_memory import squares
 
 c10d: Any = distributed_c10d  # the stubs lack most of it
 dist: Any = distributed
-ROOT = Path(__file__).parents[2]
 
 
 def estimated(case: Case, world_size: int = WORLD) -> mt.Estimate:
@@ -37,27 +35,15 @@ def estimated(case: Case, world_size: int = WORLD) -> mt.Estimate:
 @cache
 def real_bytes() -> dict[str, Any]:
     """Return saved and peak bytes of all cases, in the first of two real processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.parallel_cases", folder]
-        group = [
-            subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)})
-            for rank in range(WORLD)
-        ]
-        try:
-            assert [process.wait(timeout=280) for process in group] == [0] * WORLD
-        finally:
-            for process in group:
-                process.kill()
-        found: dict[str, Any] = json.loads((Path(folder) / "0.json").read_text())
-    return found
+        return process_group.results("tests.parallel_cases", Path(folder))[0]
 
 
 @pytest.mark.slow("processes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bytes_are_those_of_real_processes_however_the_model_is_wrapped(case: Case) -> None:
     step = estimated(case)
-    assert [step.saved_bytes, step.peak_bytes] == real_bytes()[case.name]
+    assert (step.saved_bytes, step.peak_bytes) == real_bytes()[case.name]
     assert step.frame()["bytes"].sum() == step.saved_bytes
 
 

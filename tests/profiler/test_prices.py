@@ -22,7 +22,7 @@ from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
 from mesa_tune.profiler.pricing import LayerPrices, candidates
 from mesa_tune.profiler.profile import Prediction, Profile
 from tests.builders import ViT, known, workload
-from tests.step_memory import without_parts
+from tests.step_memory import Composed, without_parts
 from tests.synthetic import noisy, synthetic_profile
 
 BATCHES = 3
@@ -41,7 +41,7 @@ def classifying(**options: Any) -> mt.Workload:
 
 
 def branching() -> mt.Workload:
-    return workload(Branches, rows, batch_size=128)
+    return workload(branches, rows, batch_size=128)
 
 
 @pytest.fixture(scope="module", name="full")
@@ -249,18 +249,15 @@ def test_interaction_adds_to_the_prediction_and_widens_the_interval() -> None:
     assert replace(profile, interaction=((1, 0.1),)).predict(four) == profile.predict(four)
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two layers of one input, and a norm that others derive from."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(64), nn.GELU()
-        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.head = nn.Linear(64, 10)
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.norm(x)
+        return m.head(m.act(m.left(x) + m.right(x)))
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.norm(x)
-        return self.head(self.act(self.left(x) + self.right(x)))
+    layers = {"left": nn.Linear(64, 64), "right": nn.Linear(64, 64), "head": nn.Linear(64, 10)}
+    return Composed(forward, norm=nn.LayerNorm(64), act=nn.GELU(), **layers)
 
 
 def test_an_interrupted_profile_has_the_same_prices(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.entries import LayerEntry, Option, fast_grid
 from mesa_tune.profiler.profile import Profile
-from tests.builders import cross_entropy, known, mean, workload
+from tests.builders import cross_entropy, known, mean, policy_of, workload
 from tests.profiler import models
 from tests.profiler.models import BATCH, MODELS, SEEDS, WIDTH, profile_of, workload_of
-from tests.step_memory import measured
+from tests.step_memory import assigned, measured
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
@@ -34,14 +34,10 @@ def policies(profile: Profile) -> dict[str, mt.Policy]:
     ways = [mt.LayerSettings(enable=False), mt.LayerSettings(level=4), finest]
     tied = {name: tie.layers[0] for tie in profile.ties for name in tie.layers}
     chosen = {tied.get(layer.name, layer.name): chance.choice(ways) for layer in profile.layers}
-    rows = [
-        (layer.tag, layer.index, layer.name, chosen[tied.get(layer.name, layer.name)])
-        for layer in profile.layers
-    ]
     return {
         "plain": mt.Policy.parse(""),
         "uniform 16": mt.Policy.uniform(level=16),
-        "mixed": mt.Policy.from_assignments(rows),
+        "mixed": assigned(profile, lambda layer: chosen[tied.get(layer.name, layer.name)]),
     }
 
 
@@ -83,10 +79,7 @@ def errors_of_draws(
 ) -> list[float]:
     """The gradient errors on 16 batches, each with a rounding seed of its own."""
     exact_settings = mt.LayerSettings(enable=False)
-    policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, settings if layer.name in layers else exact_settings)
-        for layer in profile.layers
-    )
+    policy = assigned(profile, lambda layer: settings if layer.name in layers else exact_settings)
     errors = []
     for draw in range(16):
         exact = gradient(name, draw)
@@ -207,9 +200,7 @@ def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
 
 
 def test_a_converted_model_goes_on_as_if_it_had_not_been_profiled() -> None:
-    policy = mt.Policy.parse(
-        "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n    ema_decay: 0.9\n"
-    )
+    policy = policy_of("on fc:\n    by_index: all\n    level: 16\n    ema_decay: 0.9\n")
     batch = rows(99)
 
     def gradients(profiles: bool) -> list[Tensor]:
@@ -283,7 +274,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said() -> None:
             raise MemoryError
         return models.text_batch(n)
 
-    profile = mt.profile(workload(models.Reused, batch, batch_size=16), options=[])
+    profile = mt.profile(workload(models.reused, batch, batch_size=16), options=[])
     assert profile.batch_size == 4
     assert profile.notes == ("out of memory at batch size 16: profiled at 4 instead",)
 
@@ -293,7 +284,7 @@ def test_not_even_one_sample_fits() -> None:
         raise MemoryError
 
     with pytest.raises(mt.RunError, match="batch size 1"):
-        mt.profile(workload(models.Reused, batch, batch_size=4), options=[])
+        mt.profile(workload(models.reused, batch, batch_size=4), options=[])
 
 
 def test_options_say_whether_they_were_measured() -> None:

@@ -21,7 +21,7 @@ from mesa_tune.profiler.profile import Profile
 from tests.builders import known, mean_error, workload
 from tests.profiler.by_hand import OwnByHand, flat
 from tests.profiler.models import BATCH, CHAINS, DIGITS, WIDTH, profile_of, text_batch, workload_of
-from tests.step_memory import measured
+from tests.step_memory import assigned, measured
 
 pytestmark = pytest.mark.usefixtures("without_variants")
 
@@ -64,10 +64,7 @@ def test_who_derives(rules: str) -> None:
 @pytest.mark.parametrize("layers", [("silu.0",), ("conv2",), ("silu.0", "conv2")], ids="-".join)
 def test_an_activation_derives_its_input_only_for_others(layers: tuple[str, ...]) -> None:
     derive = replace(FOUR, store="derive")
-    policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, derive if layer.name in layers else FOUR)
-        for layer in profile_of("silu").layers
-    )
+    policy = assigned(profile_of("silu"), lambda layer: derive if layer.name in layers else FOUR)
     found = measured(workload_of("silu"), policy)
     assert profile_of("silu").predict(policy).saved_bytes == found.saved_bytes
 
@@ -82,10 +79,7 @@ def test_where_only_parts_of_a_chain_derive_bytes_are_those_of_a_real_step(name:
         return mt.LayerSettings(level=level, group_size=WIDTH, store=store)
 
     # Hooks share a copy with a layer of their own 8 bits, which no traced step shows: without them.
-    policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, EXACT if layer.tag == "other" else settings())
-        for layer in profile_of(name).layers
-    )
+    policy = assigned(profile_of(name), lambda layer: EXACT if layer.tag == "other" else settings())
     found = measured(workload_of(name), policy)
     assert profile_of(name).predict(policy).saved_bytes == pytest.approx(found.saved_bytes, abs=8)
 
@@ -164,9 +158,7 @@ def test_the_error_of_a_real_vision_transformer_that_derives() -> None:
 def only(profile: Profile, one: Derivation, settings: mt.LayerSettings) -> mt.Policy:
     """One derivation takes place, and everything else stores exactly."""
     ways = dict.fromkeys(one.layers, settings) | dict.fromkeys(one.takers, replace(settings, store="derive"))
-    return mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, ways.get(layer.name, EXACT)) for layer in profile.layers
-    )
+    return assigned(profile, lambda layer: ways.get(layer.name, EXACT))
 
 
 @pytest.mark.parametrize(("name", "level"), [("transformer", 4), ("class token", 16)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
-from tests.builders import mean, workload
+from tests.builders import Calling, mean, workload
 from tests.step_memory import FOUR_BITS, PLAIN, Composed, measured, second_step, squares
 
 pytestmark = pytest.mark.usefixtures("without_variants")
@@ -22,12 +22,11 @@ pytestmark = pytest.mark.usefixtures("without_variants")
 WIDTH, CLASSES = 64, 96
 
 
-def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
     # No formula for both: the first saves floats, the second where each maximum was.
     highest = model(batch[0]).asinh().cummax(-1).values
     # Cutting a column off copies the class numbers, which are born in the step.
-    value: Tensor = (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
-    return value
+    return (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
 
 
 WORK = workload(
@@ -177,20 +176,17 @@ DROPOUT = nn.Dropout(0.5)
 TWICE = _after(lambda m, x, y: m.dropout(y).sum() + m.dropout(y[:, :2]).sum(), dropout=DROPOUT)
 
 
-class _Heads(nn.Module):
+def _heads(queries: int, tokens: int) -> nn.Module:
     """Attention of `queries` heads to one, all of them parts of one tensor."""
 
-    def __init__(self, queries: int, tokens: int) -> None:
-        super().__init__()
-        self.queries, self.tokens = queries, tokens
-        self.qkv = nn.Linear(WIDTH, 16 * (queries + 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([16 * self.queries, 16, 16], dim=-1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).split([16 * queries, 16, 16], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, 16)).transpose(1, 2) for each in (q, k, v))
-        parts = zip(*(each.split(self.tokens, dim=2) for each in (q, k, v)), strict=True)
+        parts = zip(*(each.split(tokens, dim=2) for each in (q, k, v)), strict=True)
         attended = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for q, k, v in parts]
         return torch.cat(attended, 2).sum()
+
+    return Composed(forward, qkv=nn.Linear(WIDTH, 16 * (queries + 2)))
 
 
 @pytest.mark.parametrize(
@@ -206,31 +202,26 @@ class _Heads(nn.Module):
         pytest.param(lambda: _widened(nn.ReLU), 16, id="gate in place"),
         pytest.param(lambda: _widened(nn.SiLU), 16, id="curve in place"),
         pytest.param(lambda: _widened(nn.Dropout), 16, id="dropout in place"),
-        pytest.param(lambda: _Heads(4, 20), 8, id="small keys"),
-        pytest.param(lambda: _Heads(4, 20), 32, id="keys"),
-        pytest.param(lambda: _Heads(4, 5), 16, id="small parts"),
-        pytest.param(lambda: _Heads(4, 5), 8, id="smaller parts"),
+        pytest.param(lambda: _heads(4, 20), 8, id="small keys"),
+        pytest.param(lambda: _heads(4, 20), 32, id="keys"),
+        pytest.param(lambda: _heads(4, 5), 16, id="small parts"),
+        pytest.param(lambda: _heads(4, 5), 8, id="smaller parts"),
     ],
 )
-def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
-    build: Callable[[], nn.Module], batch_size: int
-) -> None:
+def test_bytes_of_small_tensors_are_those_of_a_step(build: Callable[[], nn.Module], batch_size: int) -> None:
     work = workload(build, sequences, lambda model, x: model(x), batch_size=batch_size)
     found = measured(work, FOUR_BITS)
     assert mt.profile(work, options=()).predict(FOUR_BITS).saved_bytes == found.saved_bytes
 
 
-class NormByHand(nn.Module):
-    """An RMS norm in the user's own words, whose groups end where its rows do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
 @pytest.mark.parametrize("width", [32, 48, 256])
 def test_saved_bytes_of_norms_by_hand_are_those_of_a_real_step(width: int) -> None:
+    def norm_by_hand(x: Tensor) -> Tensor:
+        """An RMS norm in the user's own words, whose groups end where its rows do."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(width, width), NormByHand(), nn.Linear(width, width))
+        return nn.Sequential(nn.Linear(width, width), Calling(norm_by_hand), nn.Linear(width, width))
 
     work = workload(build, lambda n: torch.randn(n, 20, width), squares, batch_size=16)
     profile = mt.profile(work, options=())

@@ -18,9 +18,7 @@ SUM = torch.ops.aten.sum.dim_IntList
     [((2048, 256), torch.float32, 4_194_304), ((6336, 1536), torch.bfloat16, 77_856_768)],
     ids=str,
 )
-def test_a_sum_over_rows_takes_what_it_took_on_a_gpu(
-    shape: tuple[int, int], dtype: torch.dtype, taken: int
-) -> None:
+def test_a_sum_of_rows_takes_what_a_gpu_took(shape: tuple[int, int], dtype: torch.dtype, taken: int) -> None:
     assert reduction_bytes(SUM, (torch.empty(shape, dtype=dtype, device="meta"), [0]), H100) == taken
 
 

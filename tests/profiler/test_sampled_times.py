@@ -14,7 +14,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
-from tests.builders import workload
+from tests.builders import policy_of, workload
 from tests.step_memory import squares
 from tests.synthetic import GRID, synthetic_profile
 
@@ -92,9 +92,7 @@ def test_a_real_profile_prices_rows_of_a_linear_layer_by_steps() -> None:
         batch_size=256,
     )
     profile = mt.profile(work, options=[FOUR, TENTH], seeds=1)
-    sampled = mt.Policy.parse(
-        "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 4\n    rows: 0.1\n"
-    )
+    sampled = policy_of("on fc:\n    by_index: all\n    level: 4\n    rows: 0.1\n")
     assert [layer.name for layer in profile.layers if TENTH in layer.positions] == ["2"]
     assert profile.predict(sampled).step_ms is not None
 

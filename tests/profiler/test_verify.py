@@ -26,7 +26,7 @@ from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.workload.workload import Workload
-from tests.builders import known, workload
+from tests.builders import Capture, Patch, known, workload
 from tests.step_memory import regression
 from tests.synthetic import COARSE, synthetic_profile
 
@@ -90,7 +90,7 @@ class TestVerify:
         assert len(set(first)) == 3 * unseen.BATCHES
         assert first == second
 
-    def test_a_gradient_that_is_not_finite_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gradient_that_is_not_finite_is_an_error(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(
             JointError, "errors", lambda *_: [GradientError(0.1, 0.2), GradientError(math.inf, math.inf)]
         )
@@ -111,9 +111,7 @@ class TestVerify:
         with pytest.raises(RunError, match=f"steps={steps}, seeds={seeds}"):
             verify(WORKLOAD, Policy(), steps=steps, seeds=seeds)
 
-    def test_where_plain_does_not_fit_exact_gradients_come_from_checkpoints(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_where_plain_does_not_fit_exact_gradients_come_from_checkpoints(self, monkeypatch: Patch) -> None:
         run_out_of_memory(monkeypatch, calls={0})
         found = checked_anew(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
@@ -123,13 +121,13 @@ class TestVerify:
         assert found.policy.saved_bytes
         assert found.policy.step_ms
 
-    def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: Patch) -> None:
         run_out_of_memory(monkeypatch, calls={0, 1})
         with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
             checked_anew(Policy.uniform(level=16))
 
 
-def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+def run_out_of_memory(monkeypatch: Patch, calls: set[int]) -> None:
     """Let the measurements of these numbers run out of memory."""
     number = itertools.count()
 
@@ -192,9 +190,7 @@ class TestCommand:
     def verify(self, folder: Path, *options: str) -> int:
         return run(["verify", "--run", str(folder), "--steps", "1", "--seeds", "1", *options])
 
-    def test_prints_a_table_of_80_columns_and_writes(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_prints_a_table_of_80_columns_and_writes(self, folder: Path, capsys: Capture) -> None:
         assert self.verify(folder) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "device: cpu"
@@ -203,9 +199,7 @@ class TestCommand:
         assert any("predicted" in line and "measured" in line for line in lines)
         assert Verification.load(folder / "verify.json").batch_size == 128
 
-    def test_predicts_nothing_for_modules_that_run_again(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_predicts_nothing_for_modules_that_run_again(self, folder: Path, capsys: Capture) -> None:
         rule = "# mesa-tune policy 1\non module:\n    by_name: *\n    store: recompute\n"
         (folder / "policy.txt").write_text(rule)
         assert self.verify(folder) == 0
@@ -215,9 +209,7 @@ class TestCommand:
         assert "–" in saved
         assert Verification.load(folder / "verify.json").predicted is None
 
-    def test_names_the_budget_that_the_policy_is_for(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_names_the_budget_that_the_policy_is_for(self, folder: Path, capsys: Capture) -> None:
         (folder / "policy.txt").write_text(self.BUDGETED)
         assert self.verify(folder) == 0
         assert "for a budget of 6.00 GB, batch 128: 1 step of each, in turn" in capsys.readouterr().out
@@ -229,9 +221,7 @@ class TestCommand:
         assert self.verify(folder, "--policy", path) == 0
         assert self.verify(folder) == 0
 
-    def test_says_what_keeps_resident_memory_high(
-        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_says_what_keeps_memory_high(self, folder: Path, capsys: Capture, monkeypatch: Patch) -> None:
         monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
         monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
         assert self.verify(folder) == 0
@@ -240,13 +230,11 @@ class TestCommand:
         assert self.verify(folder) == 0
         assert "MALLOC" not in capsys.readouterr().out
 
-    def test_json_is_the_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_is_the_document(self, folder: Path, capsys: Capture) -> None:
         assert self.verify(folder, "--json") == 0
         assert json.loads(capsys.readouterr().out) == json.loads((folder / "verify.json").read_text())
 
-    def test_of_another_policy_is_written_beside(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_of_another_policy_is_written_beside(self, folder: Path, capsys: Capture) -> None:
         other = folder / "policy-other.txt"
         assert self.verify(folder) == 0
         own = (folder / "verify.json").read_text()
@@ -257,9 +245,7 @@ class TestCommand:
         assert (folder / "verify.json").read_text() == own
         assert Verification.load(folder / "verify-other.json").predicted is not None
 
-    def test_results_that_were_edited_need_force(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_results_that_were_edited_need_force(self, folder: Path, capsys: Capture) -> None:
         assert self.verify(folder) == 0
         with (folder / "verify.json").open("a") as file:
             file.write("\n")

@@ -117,10 +117,9 @@ def column(page: Page, title: str) -> list[str]:
     return page.locator(f"#layers td:nth-child({titles.index(title) + 1})").all_text_contents()
 
 
-def overflow(page: Page) -> int:
+def overflow(page: Page) -> Any:
     """Pixels by which the page is wider than the window."""
-    width: int = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    return width
+    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
 
 @both
@@ -189,9 +188,8 @@ def test_layers_are_filtered(page: Page) -> None:
 
 @both
 def test_the_theme_is_chosen_and_remembered(page: Page, faults: list[str]) -> None:
-    def background() -> str:
-        color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return color
+    def background() -> Any:
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
     light = background()
     page.get_by_text("dark", exact=True).click()

@@ -21,6 +21,7 @@ from mesa_tune.runs.folder import Run
 from mesa_tune.runs.provenance import hardware, running
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import format_bytes
+from tests.builders import Capture
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = replace(synthetic_profile(1, grid=COARSE), model="models/<tiny>.py")
@@ -218,9 +219,7 @@ class TestSeveralRuns:
         assert r"\<c\>" in lines[-1]
         assert len(json.loads((Path(folders[0]) / "comparison.json").read_text())["runs"]) == 3
 
-    def test_have_no_figures_of_their_own(
-        self, folders: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_have_no_figures_of_their_own(self, folders: list[str], capsys: Capture) -> None:
         assert run(["report", *folders, "--format", "png"]) == 1
         assert "--format html" in capsys.readouterr().err
 
@@ -230,9 +229,7 @@ class TestSeveralRuns:
 
 
 class TestCommand:
-    def test_shows_what_is_there_and_grows_with_the_run(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_shows_what_is_there_and_grows_with_the_run(self, tmp_path: Path, capsys: Capture) -> None:
         assert report(fill(tmp_path)) == 0
         assert "No policy yet" in capsys.readouterr().out
         page = Page((tmp_path / "report.html").read_text("utf-8"))
@@ -263,24 +260,18 @@ class TestCommand:
             assert report(tmp_path, "--force", "--format", "png") == 0
             assert not (tmp_path / "figures" / "pareto.png").exists()
 
-    def test_leaves_out_a_verification_of_another_policy(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_leaves_out_a_verification_of_another_policy(self, tmp_path: Path, capsys: Capture) -> None:
         other = search_policy(PROFILE, "90%")
         assert report(fill(tmp_path, plan=PLAN, found=verified(other)), "--format", "json") == 0
         assert "measured another policy" in capsys.readouterr().err
 
-    def test_refuses_a_plan_of_another_model(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_refuses_a_plan_of_another_model(self, tmp_path: Path, capsys: Capture) -> None:
         fill(tmp_path, plan=PLAN)
         replace(PROFILE, layers_fingerprint="0ther").save(tmp_path / "profile.json")
         assert report(tmp_path) == 1
         assert "another model" in capsys.readouterr().err
 
-    def test_does_not_overwrite_what_was_edited(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_does_not_overwrite_what_was_edited(self, tmp_path: Path, capsys: Capture) -> None:
         assert report(fill(tmp_path), "--format", "json") == 0
         (tmp_path / "report.json").write_text("mine")
         assert report(tmp_path, "--format", "json") == 1
@@ -288,15 +279,13 @@ class TestCommand:
         assert (tmp_path / "report.json").read_text() == "mine"
         assert report(tmp_path, "--format", "json", "--force") == 0
 
-    def test_json_names_the_files_on_standard_output_alone(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_json_names_the_files_on_standard_output_alone(self, tmp_path: Path, capsys: Capture) -> None:
         assert report(fill(tmp_path, plan=PLAN), "--json", "--format", "csv") == 0
         document = json.loads(capsys.readouterr().out)
         assert document["schema"] == "mesa-tune.report/1"
         assert all(Path(path).is_file() for path in document["files"])
 
-    def test_bad_format_is_a_bad_value(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_bad_format_is_a_bad_value(self, tmp_path: Path, capsys: Capture) -> None:
         assert report(fill(tmp_path), "--format", "pdf") == 1
         assert "html" in capsys.readouterr().err
 

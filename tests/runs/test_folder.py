@@ -74,7 +74,7 @@ def with_lost_notes(run: Run) -> None:
     ],
     ids=["edited", "foreign", "other inputs", "lost notes"],
 )
-def test_what_may_be_the_users_is_kept_unless_forced(
+def test_what_users_may_own_is_kept_unless_forced(
     run: Run, prepare: Callable[[Run], None], said: str
 ) -> None:
     prepare(run)

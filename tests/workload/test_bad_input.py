@@ -162,9 +162,7 @@ RUNS = {
     "policy.txt of something else": verifying(fresh(text(POLICY, MODEL)), "policy.txt:2: no colon"),
     "policy.txt binary": verifying(text(POLICY, b"\x89PNG\r\n"), "policy.txt: not a policy", "search"),
     "policy misspelt": verifying(MISSPELT, "other.txt:3: unknown key 'lvel'", "'level'", options=OTHER),
-    "policy of layers elsewhere": verifying(
-        fresh(NOWHERE), "other.txt:2: no fc layer 'nowhere'", options=OTHER
-    ),
+    "policy of other layers": verifying(fresh(NOWHERE), "other.txt:2: no fc layer 'nowhere'", options=OTHER),
     "policy of another model": verifying(
         together(policy_of_another_model("other.txt"), fresh()),
         "other.txt:2: made for another model",

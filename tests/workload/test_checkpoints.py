@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from mesa_tune.profiler.saved_limit import LimitMeter
 from mesa_tune.workload.checkpoints import with_checkpoints
 from tests.builders import gpt2
+from tests.step_memory import Composed
 
 
 def resnet() -> nn.Module:
@@ -23,57 +25,44 @@ def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
-def tokens(model: nn.Module) -> Tensor:
+def tokens(model: nn.Module) -> Any:
     ids = torch.arange(256).reshape(4, 64) % 97
-    loss: Tensor = model(ids, labels=ids).loss  # with dropout
-    return loss
+    return model(ids, labels=ids).loss  # with dropout
 
 
-def images(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.ones(4, 3, 32, 32), labels=torch.arange(4) % 3).loss
-    return loss
+def images(model: nn.Module) -> Any:
+    return model(torch.ones(4, 3, 32, 32), labels=torch.arange(4) % 3).loss
 
 
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """Lists in a list, whose elements are called with keywords."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = [nn.ModuleList([self.part(), self.part()]) for _ in range(2)]
-        self.parts = nn.ModuleList(self.pairs)
-
-    @staticmethod
     def part() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in self.pairs:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        for first, second in model.parts:
             x = second(input=first(input=x))
         return x
 
+    return Composed(forward, parts=nn.ModuleList(nn.ModuleList([part(), part()]) for _ in range(2)))
 
-class Two(nn.Module):
+
+def two() -> nn.Module:
     """No list: two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(x[None]))
-        return result
+    parts = (nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2))
+    return Composed(lambda m, x: m.second(m.first(x[None])), first=next(parts), second=next(parts))
 
 
-def square(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.ones(256, 64)).square().mean()
-    return loss
+def square(model: nn.Module) -> Any:
+    return model(torch.ones(256, 64)).square().mean()
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], float]] = {
     "GPT-2": (lambda: gpt2(32, 3, vocab_size=97), tokens, 0.6),
     "ResNet": (resnet, images, 0.9),
-    "nested lists": (Nested, square, 0.5),
-    "children": (Two, square, 1.0),
+    "nested lists": (nested, square, 0.5),
+    "children": (two, square, 1.0),
 }
 
 

@@ -158,12 +158,6 @@ def test_another_optimizer_has_groups_and_options_but_no_state(name: str) -> Non
     assert str(made.param_groups) == str(optimizer.param_groups)
 
 
-def test_an_optimizer_of_another_model_is_an_error() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(WorkloadError, match="no trainable parameter of the model"):
-        remade(optimizer, nn.Linear(2, 2))([])
-
-
 class Net(nn.Module):
     """A model whose fingerprint has options, ties and code."""
 
@@ -172,13 +166,12 @@ class Net(nn.Module):
         self.first, self.second, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
         self.scale = scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.drop(F.gelu(self.first(x)))) * self.scale
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.drop(F.gelu(self.first(x)))) * self.scale
 
 
 class Changed(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x) * 2
 
 

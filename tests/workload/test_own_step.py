@@ -22,46 +22,40 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from tests.builders import known, mean_error, no_trace
-from tests.step_memory import second_step, swept, without_variants
+from tests.step_memory import Composed, second_step, swept, without_variants
 
 WIDTH, BATCH = 64, 96
 PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A small network with two heads, and an average of its weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Sequential(nn.Linear(WIDTH, 300), nn.GELU(), nn.LayerNorm(300))
-        body = nn.Sequential(*first, nn.Linear(300, 300), nn.ReLU())
-        self.body, self.head, self.other = body, nn.Linear(300, 10), nn.Linear(300, 30)
-        self.average = copy.deepcopy(body).requires_grad_(False)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.body(x)
+        return m.head(h), m.other(h)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.body(x)
-        return self.head(h), self.other(h)
+    first = nn.Sequential(nn.Linear(WIDTH, 300), nn.GELU(), nn.LayerNorm(300))
+    body = nn.Sequential(*first, nn.Linear(300, 300), nn.ReLU())
+    heads = {"head": nn.Linear(300, 10), "other": nn.Linear(300, 30)}
+    return Composed(forward, body=body, **heads, average=copy.deepcopy(body).requires_grad_(False))
 
 
-class Gan(nn.Module):
+def two_networks() -> nn.Module:
     """Generator and discriminator in one module, which is never called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
-        hidden = nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU()
-        self.critic = nn.Sequential(*hidden, nn.Linear(300, 1))
+    generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
+    hidden = nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU()
+    return Composed(generator=generator, critic=nn.Sequential(*hidden, nn.Linear(300, 1)))
 
 
 def batch(n: int) -> Tensor:
     return torch.randn(n, WIDTH)
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
+def loss(model: nn.Module, x: Tensor) -> Any:
     first, second = model(x)
-    total: Tensor = F.cross_entropy(first, x[:, 0].long().abs()) + second.square().mean()
-    return total
+    return F.cross_entropy(first, x[:, 0].long().abs()) + second.square().mean()
 
 
 def simple(model: nn.Module, x: Tensor, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -110,12 +104,12 @@ def clipped_and_averaged(model: Any, x: Tensor, optimizer: Optimizer) -> None:
 
 
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
-    "simple": (Net, simple),
-    "zeros": (Net, partial(simple, set_to_none=False)),
-    "four micro-batches": (Net, accumulated),
-    "two losses": (Net, two_losses),
-    "GAN": (Gan, gan),
-    "clipped, averaged": (Net, clipped_and_averaged),
+    "simple": (net, simple),
+    "zeros": (net, partial(simple, set_to_none=False)),
+    "four micro-batches": (net, accumulated),
+    "two losses": (net, two_losses),
+    "GAN": (two_networks, gan),
+    "clipped, averaged": (net, clipped_and_averaged),
 }
 
 
@@ -157,14 +151,12 @@ def test_bytes_are_predicted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["simple", "zeros"])
 def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> None:
-    default = mt.Workload(Net, batch, loss, batch_size=BATCH, set_to_none=name != "zeros")
+    default = mt.Workload(net, batch, loss, batch_size=BATCH, set_to_none=name != "zeros")
     with nullcontext() if name == "simple" else without_variants():
         ours, theirs = profiled(name), mt.profile(default, options=OPTIONS, seeds=2)
     for field in ("static_bytes", "saved_bytes", "peak_bytes", "ties", "exact", "error_floor"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert [replace(tensor, id=0) for tensor in ours.tensors] == [
-        replace(each, id=0) for each in theirs.tensors
-    ]
+    assert [replace(each, id=0) for each in ours.tensors] == [replace(each, id=0) for each in theirs.tensors]
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         assert (layer.name, layer.bytes, layer.own_bytes) == (other.name, other.bytes, other.own_bytes)
         assert [option.ratios for option in layer.options] == [option.ratios for option in other.options]
@@ -185,10 +177,10 @@ def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
     once = gradient("simple")
     assert torch.equal(once, gradient("clipped, averaged"))
     torch.testing.assert_close(gradient("four micro-batches"), once)
-    work, net = of_step("GAN"), of_step("GAN").build()
-    x, total = work.make_batch(), [torch.zeros_like(parameter) for parameter in net.parameters()]
+    work, model = of_step("GAN"), of_step("GAN").build()
+    x, total = work.make_batch(), [torch.zeros_like(parameter) for parameter in model.parameters()]
     with seeded(mixed_seed(work.seed, -1), "cpu"):
-        gan(net, x, _Summing(net, total))
+        gan(model, x, _Summing(model, total))
     torch.testing.assert_close(gradient("GAN"), torch.cat([part.flatten() for part in total]))
 
 
@@ -239,7 +231,7 @@ def test_bytes_without_memory_are_those_of_the_step() -> None:
 
 
 def by_closure(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
-    def closure() -> float:
+    def closure() -> Any:
         optimizer.zero_grad()
         value = loss(model, x)
         value.backward()
@@ -249,11 +241,11 @@ def by_closure(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
 
 
 def test_an_optimizer_may_call_the_step() -> None:
-    work = mt.Workload(Net, batch, step=by_closure, optimizer=torch.optim.LBFGS, batch_size=BATCH)
-    net = work.build()
-    before = net.get_parameter("head.weight").detach().clone()
-    work.take_step(net, work.make_batch(), work.make_optimizer(net))
-    assert not torch.equal(net.get_parameter("head.weight"), before)
+    work = mt.Workload(net, batch, step=by_closure, optimizer=torch.optim.LBFGS, batch_size=BATCH)
+    model = work.build()
+    before = model.get_parameter("head.weight").detach().clone()
+    work.take_step(model, work.make_batch(), work.make_optimizer(model))
+    assert not torch.equal(model.get_parameter("head.weight"), before)
     joint = JointError(work)
     assert 0 < joint.errors(FOUR_BITS, [(0, 0)])[0].error < 0.1
     assert torch.equal(joint.model.get_parameter("head.weight"), before)
@@ -307,10 +299,10 @@ def test_the_steps_of_the_documentation_run(page: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text((text if template else MODEL) + "\ndef step(" + body.replace("\n# ", "\n"))
     work = mt.Workload.load(path, device="cpu", batch_size=16)
-    net = work.build()
-    before = copy.deepcopy(net.state_dict())
-    work.take_step(net, work.make_batch(), work.make_optimizer(net))
-    assert all(not torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    model = work.build()
+    before = copy.deepcopy(model.state_dict())
+    work.take_step(model, work.make_batch(), work.make_optimizer(model))
+    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_model_file_with_a_step_needs_no_loss(tmp_path: Path) -> None:
@@ -318,4 +310,4 @@ def test_a_model_file_with_a_step_needs_no_loss(tmp_path: Path) -> None:
     path.write_text(MODEL + STEP)
     assert mt.profile(mt.Workload.load(path, device="cpu"), options=[]).saved_bytes > 0
     with pytest.raises(mt.WorkloadError, match="neither loss nor step"):
-        mt.Workload(Net, batch, batch_size=8)
+        mt.Workload(net, batch, batch_size=8)
