@@ -33,9 +33,8 @@ def remaining_text(traced_s: float, step_ms: float, batches: int, options: int) 
     seconds = remaining_s(traced_s, step_ms, batches)
     minutes = round(seconds / 60)
     amount = f"{max(10, round(seconds, -1)):.0f} s" if seconds < 100 else f"{minutes} min"
-    steps = f", as long as {float(f'{1e3 * seconds / step_ms:.2g}'):.0f} training steps" if step_ms else ""
-    on = counted(batches, "batch")
-    return f"about {amount} to go{steps}: {options} settings of each layer on {on}, noise and times"
+    steps = f", or {float(f'{1e3 * seconds / step_ms:.2g}'):.0f} training steps" if step_ms else ""
+    return f"about {amount} to go{steps}: {options} settings on {counted(batches, 'batch')}"
 
 
 def announcing(say: Callable[[str], None], batches: int, options: int) -> Callable[[float], None]:
