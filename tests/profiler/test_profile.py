@@ -243,10 +243,11 @@ def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> N
     # In the end prices are calibrated, by a factor for each number of bits.
     before, after = (untimed(each.layer(done[0])) for each in (partial, whole))
     factors = [b.ratios[0] / a.ratios[0] if a.ratios[0] else 1.0 for a, b in zip(before, after, strict=True)]
-    assert [one.times(factor) for one, factor in zip(before, factors, strict=True)] == [
-        replace(one, ratios=pytest.approx(one.ratios), gradient_error=pytest.approx(one.gradient_error))
-        for one in after
-    ]
+    for one, factor, other in zip(before, factors, after, strict=True):
+        scaled = one.times(factor)
+        assert scaled.ratios == pytest.approx(other.ratios)
+        assert scaled.gradient_error == pytest.approx(other.gradient_error)
+        assert scaled == replace(other, ratios=scaled.ratios, gradient_error=scaled.gradient_error)
     assert Profile.load(path) == whole
 
 
