@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import gpt2_text
+import gpt2_text  # pyright: ignore[reportMissingImports]
 
 BATCH_SIZE = 8
 batch, loss, optimizer = gpt2_text.batch, gpt2_text.loss, gpt2_text.optimizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -10,8 +12,9 @@ BATCH_SIZE, LENGTH, TOKENS = 8, 128, 1000
 
 
 def model() -> nn.Module:
-    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_heads": 4}
-    config = T5Config(vocab_size=TOKENS, num_layers=3, decoder_start_token_id=0, use_cache=False, **sizes)
+    sizes: dict[str, Any] = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_heads": 4}
+    config = T5Config(vocab_size=TOKENS, num_layers=3, use_cache=False, **sizes)
+    config.update({"decoder_start_token_id": 0})
     return T5ForConditionalGeneration(config)
 
 

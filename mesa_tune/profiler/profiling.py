@@ -196,7 +196,7 @@ class _Profiling:
         with self.watch.watching():
             joint.take_first_steps()
             for draw in range(_WATCHED_STEPS):
-                joint.exact_at(draw)
+                joint.exact_gradient(draw)
         goes_on = partial(self._has_time, traced)
         noise = noise_of_steps(joint, fewest=self.seeds, show=self.show, goes_on=goes_on)
         self.pricing = replace(self.pricing, own=noise.own, slices=noise.slices)

@@ -229,7 +229,7 @@ class JointError:
         most = max(fewest, most)
         for draw in range(first, first + most):
             show(f"gradient noise, batch {len(squares) + 1} of at most {most}", len(squares) / most)
-            gradient = self._exact_gradient(draw)
+            gradient = self.exact_gradient(draw)
             squares.append(self.parts.squares(gradient))
             if policy is not None and len(squares) % 2 == 0:
                 changed = self._compressed(policy, self._batches(draw), draw, 0)
@@ -251,7 +251,8 @@ class JointError:
         count = self.workload.accumulation
         return [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
 
-    def _exact_gradient(self, draw: int) -> Gradient:
+    def exact_gradient(self, draw: int) -> Gradient:
+        """Return the exact gradient of a step, and do not cache it."""
         return self._exact[draw][1] if draw in self._exact else self.gradient(self._batches(draw), draw)
 
     def gradient(self, batches: Sequence[Any], draw: int) -> Gradient:
