@@ -106,10 +106,10 @@ def test_cuda_is_modelled_where_there_is_none(capsys: Capture) -> None:
 
 def test_which_batch_sizes_fit_a_limit(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
-    plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu")), "10MB"
+    plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu")), "24MB"
     _, shown = profiled(capsys, "model.py", "--device", "cpu", "--fits", limit)
     rows = {line[:9].strip(): line[9:].split() for line in shown.splitlines()}
-    assert rows["on cpu"] == ["needs", "fits", "10MB", "largest", "batch"]
+    assert rows["on cpu"] == ["needs", "fits", "24MB", "largest", "batch"]
     needed, unit, fits, largest = rows["plain"]
     assert (f"{needed} {unit}", fits) == (format_bytes(plain.needed_bytes), "yes")
     assert int(largest) == plain.largest_batch(limit)
