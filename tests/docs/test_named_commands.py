@@ -81,7 +81,7 @@ def test_commands_are_found_wherever_they_stand() -> None:
     """The three tests above look at something."""
     assert sum(len(fenced(page)) for page in PAGES) > 20
     assert "search --join mesa-tune --trials 40" in fenced(ROOT / "docs" / "fleet.md")
-    assert "profile examples/deit_tiny.py --batch-size 16" in inline(ROOT / "docs" / "benchmarks.md")
+    assert "profile model.py --bytes-only" in inline(ROOT / "docs" / "concepts.md")
     assert "search --json" in inline(ROOT / "docs" / "reference.md")
 
 
