@@ -235,9 +235,7 @@ class JointError:
                 changed = self._compressed(policy, self._batches(draw), draw, 0)
                 errors.append(self.parts.squares(changed, gradient))
                 del changed
-            for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
-                if part is not None:
-                    total[index] = _wide_copy(part) if sum_ is None else sum_.add_(part)
+            add_to(total, gradient)
             del gradient  # before the next one takes memory
             sizes.append(float(squares[-1].sum()))
             if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
@@ -294,9 +292,12 @@ def _is_zero(part: Tensor | None) -> bool:
     return part is not None and part.layout is torch.strided and bool(part.numel()) and not part.any()
 
 
-def _wide_copy(part: Tensor) -> Tensor:
-    """Return a copy, of 16 bits in 32: many are added to it."""
-    return part.float() if part.element_size() < 4 else part.clone()
+def add_to(total: Gradient, gradient: Gradient, factor: float = 1.0) -> None:
+    """Add `factor` times a gradient to `total`, of 16 bits in 32: many are added."""
+    for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
+        if part is not None:
+            wide = part.float() if part.element_size() < 4 else part
+            total[index] = wide * factor if sum_ is None else sum_.add_(wide, alpha=factor)
 
 
 def _is_known(sizes: Sequence[float]) -> bool:

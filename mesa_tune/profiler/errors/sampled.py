@@ -168,7 +168,7 @@ class SampledError:
         size, count = batch_size(batches[-1]), len(batches)
         whole = count > 1 and size < FEW_SAMPLES  # the step's batches are the slices
         wanted = [size] if whole else [min(size, samples or slice_size(model, size))]
-        if not whole and samples is None and not _normalizes(model):
+        if not whole and samples is None and not normalizes(model):
             wanted.append(1)
         samples, most = wanted[0], SLICES
         self.groups = [self.parameters]
@@ -318,10 +318,10 @@ def slice_size(model: nn.Module, size: int) -> int:
     With batch norm at least 8, of a batch of 32 or more: it normalizes fewer samples otherwise than a batch,
     and slices of 2 showed 1.8 times the noise ratio of a small ResNet at batch 64, slices of 8 1.1 times.
     """
-    return max(size // SHARE, min(8 if _normalizes(model) else 2, size // FEW_SLICES), 1)
+    return max(size // SHARE, min(8 if normalizes(model) else 2, size // FEW_SLICES), 1)
 
 
-def _normalizes(model: nn.Module) -> bool:
+def normalizes(model: nn.Module) -> bool:
     """Return whether samples of a batch are normalized together."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.notice import Progress, unshown
-from mesa_tune.profiler.errors.joint_error import Gradient, JointError
+from mesa_tune.profiler.errors.joint_error import Gradient, JointError, add_to
 from mesa_tune.profiler.errors.noise import Noise, OwnNoise, noise_of
 from mesa_tune.profiler.errors.recorded import Floats
+from mesa_tune.profiler.errors.sampled import normalizes
 from mesa_tune.workload.batches import batch_size, select
 
 SLICES, BATCHES = 8, 8
@@ -45,7 +44,7 @@ def noise_of_steps(
 
     `goes_on`: asked whether there is time for more. Errors count beside this noise from then on.
     """
-    if can_slice(joint.model) and joint.workload.batch_size >= SLICES:
+    if not normalizes(joint.model) and joint.workload.batch_size >= SLICES:
         try:
             noise = _Slices(joint).noise(show, goes_on)
         except WorkloadError:  # of a loss that takes no fewer samples
@@ -54,11 +53,6 @@ def noise_of_steps(
             joint.own = noise.own
             return noise
     return joint.noise(fewest=fewest, show=show, goes_on=goes_on)
-
-
-def can_slice(model: nn.Module) -> bool:
-    """Return whether no samples of a batch are normalized together."""
-    return not any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 class _Slices:
@@ -92,12 +86,12 @@ class _Slices:
         for number, slice_ in enumerate(_slices(batch, work.batch_size)):
             gradient = joint.gradient([slice_], _OTHER_RANDOMNESS + SLICES * draw + number)
             self.squares.append(self.parts.squares(gradient))
-            _add(mean, gradient, 1 / SLICES)
+            add_to(mean, gradient, 1 / SLICES)
             del gradient
         if draw == 0 and not self._is_mean(batch, mean):
             return False
         self.of_means.append(self.parts.squares(mean))
-        _add(self.total, mean, SLICES)
+        add_to(self.total, mean, SLICES)
         return True
 
     def _is_mean(self, batch: Any, mean: Gradient) -> bool:
@@ -125,11 +119,3 @@ class _Slices:
 def _slices(batch: Any, size: int) -> Iterator[Any]:
     step = size // SLICES
     return (select(batch, slice(number * step, (number + 1) * step), size) for number in range(SLICES))
-
-
-def _add(total: Gradient, gradient: Gradient, factor: float) -> None:
-    """Add `factor` times a gradient to `total`, of 16 bits in 32: many are added."""
-    for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
-        if part is not None:
-            wide = part.float() if part.element_size() < 4 else part
-            total[index] = wide * factor if sum_ is None else sum_.add_(wide, alpha=factor)

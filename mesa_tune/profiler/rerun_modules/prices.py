@@ -34,7 +34,7 @@ from mesa_tune.conversion.recompute import input_row
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP, Option, above_one_bit, kind
+from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, Option, above_one_bit, kind
 from mesa_tune.profiler.errors.derivation import continued
 from mesa_tune.profiler.errors.intervals import Ratios
 from mesa_tune.profiler.errors.joint_error import GradientError, JointError
@@ -174,7 +174,7 @@ class ModulePricing:
     def measure(self, joint: JointError, draw: int) -> None:
         """Measure errors of modules that can run again, on the batch `draw`, the first that prices."""
         for names in self.alike.values():
-            for name in dict.fromkeys((names[0], names[-1])):
+            for name in _ends(names):
                 measured: dict[LayerSettings, GradientError] = {}
                 for option in self.tried:
                     squares = _squares(joint, Policy.parse("").rerunning({name: option}), draw)
@@ -192,11 +192,12 @@ class ModulePricing:
         A module of which one that is alike could not run again has none.
         """
         for names in self.alike.values():
-            measured = [name for name in dict.fromkeys((names[0], names[-1])) if name in self.errors]
-            for name in names if measured else ():
-                like = name if name in self.errors else None if name in (names[0], names[-1]) else measured[0]
-                if like is not None:
-                    yield self._entry(name, like, priced, forwards)
+            like = {name: name for name in _ends(names) if name in self.errors}
+            if like:
+                like |= dict.fromkeys(names[1:-1], next(iter(like)))
+            for name in names:
+                if name in like:
+                    yield self._entry(name, like[name], priced, forwards)
 
     def _entry(self, name: str, like: str, priced: Profile, forwards: int) -> ModuleEntry:
         """Return the price of a module whose errors are in proportion to those of one that was measured."""
@@ -212,7 +213,7 @@ class ModulePricing:
         options = [self._priced(name, option, priced, power, measured) for option in self.watch.options]
         if like != name:
             options = [replace(option, measured=False) for option in options]
-        shares = self.shares.get(like, ()) if like == name else _shares_inside(name, reference, priced)
+        shares = self.shares.get(name, ()) if like == name else _shares_inside(name, reference, priced)
         ms = self.watch.forward_ms(name, forwards)
         return ModuleEntry(name, _input_bytes(seen, None), ms, tuple(options), shares)
 
@@ -278,21 +279,29 @@ def _power(ratios: Sequence[float], sizes: Sequence[float]) -> float:
     return min(math.log(ratios[0] / ratios[-1]) / math.log(sizes[0] / sizes[-1]), _LARGEST_POWER)
 
 
+def _ends(names: Sequence[str]) -> list[str]:
+    """Return the first and the last name, once if they are the same."""
+    return list(dict.fromkeys((names[0], names[-1])))
+
+
+def _inside(name: str, option: LayerSettings, priced: Profile) -> Iterator[tuple[LayerEntry, Option]]:
+    """Yield the layers inside a module, each alone, with their prices under settings like `option`."""
+    plain = replace(option, store="quantize")
+    for layer in priced.layers:
+        like = layer.like(plain) if layer.name.startswith(f"{name}.") else None
+        if like is not None:
+            yield layer, like
+
+
 def _own(name: str, option: LayerSettings, priced: Profile) -> list[Ratios]:
     """Return the ratios by batch of the layers inside a module, each alone, under settings like `option`."""
-    plain = replace(option, store="quantize")
-    inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
-    priced_like = (layer.like(plain) for layer in inside)
-    return [like.price_ratios for like in priced_like if like is not None and any(like.price_ratios)]
+    ratios = (like.price_ratios for _, like in _inside(name, option, priced))
+    return [each for each in ratios if any(each)]
 
 
 def _shares_inside(name: str, option: LayerSettings, priced: Profile) -> Shares:
     """Return on which parameters the errors of the layers inside a module fall, together."""
-    plain = replace(option, store="quantize")
-    inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
-    ratios = [
-        (layer.shares, like.price_ratios[0]) for layer in inside if (like := layer.like(plain)) is not None
-    ]
+    ratios = [(layer.shares, like.price_ratios[0]) for layer, like in _inside(name, option, priced)]
     total = sum(ratio for _, ratio in ratios)
     own = summed(ratios, len(priced.parameters)) / total if total > 0 else np.zeros(0)
     return tuple((int(part), float(own[part])) for part in np.flatnonzero(own))
