@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, options
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import other_slices
+from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved, fastest_of_lowest, solve, to_same_result
 from mesa_tune.search.problem import Limits
@@ -33,9 +34,13 @@ class Step:
 
 
 def steps(profile: Profile, batch_size: int, pins: Pins, restrictions: Restrictions) -> list[Step]:
-    """Return the steps that are allowed. Raise PolicyError for pinned slices that none of them has."""
+    """Return the steps that are allowed, with noise ratios as they become in training (`with_floor`).
+
+    Raise PolicyError for pinned slices that none of them has.
+    """
+    later = with_floor(profile)
     return [
-        Step(sliced, Program(make_space(profile, batch_size, pins, restrictions, sliced=sliced)))
+        Step(sliced, Program(make_space(later, batch_size, pins, restrictions, sliced=sliced)))
         for sliced in _possible(profile, pins, restrictions)
     ]
 

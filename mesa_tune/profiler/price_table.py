@@ -185,6 +185,12 @@ class PriceTable:
         ratios: Floats = self._priced(self._numbers(assignment), active)[:, :-_COLUMNS].mean(-1)
         return ratios
 
+    def mean_ratio(self, settings: LayerSettings) -> float:
+        """Return the mean noise ratio of all layers that err, if all have `settings`; 0 if none does."""
+        ratios = self.by_layer(dict.fromkeys(self.names, settings), NO_DERIVATIONS)
+        known = ratios[ratios > 0]
+        return float(known.mean()) if known.size else 0.0
+
     def _priced(self, numbers: Ints, active: ActiveDerivations) -> Floats:
         """Return the prices of all layers, by the numbers of their settings; shape [layers, batches + 4]."""
         tied, copying = self._shared(numbers)

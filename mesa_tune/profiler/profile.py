@@ -213,8 +213,8 @@ class Profile:
 
     def rerun_cost(self, module: str, settings: LayerSettings) -> Cost:
         """Return what a module costs that runs again: the rounding of its inputs, and its second run."""
-        entry = next((entry for entry in self.modules if entry.name == module), None)
-        return Cost(None, None, 0.0, None) if entry is None else entry.cost(settings)
+        costs = (entry.cost(settings) for entry in self.modules if entry.name == module)
+        return next(costs, Cost(None, None, 0.0, None))
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
         """Return the noise ratio and its interval, None where unknown."""
@@ -246,11 +246,12 @@ class Profile:
         return self._derivations.active(self.timeline.at().under(assignment))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
-        """Return the gradient error of one layer alone, scaled from the nearest option if not measured.
-
-        None if no option of this kind was measured.
-        """
+        """Return the gradient error of one layer alone; None if no option of this kind was measured."""
         return 0.0 if settings.exact else self._prices.error(layer.name, settings)
+
+    def mean_ratio(self, settings: LayerSettings) -> float:
+        """Return the mean noise ratio of all layers that err, if all have `settings`; 0 if none does."""
+        return self._prices.mean_ratio(settings)
 
     @property
     def exact_ms(self) -> float | None:
@@ -287,9 +288,8 @@ class Profile:
             ("step time", "not known" if self.step_ms is None else format_time(self.step_ms / 1000)),
             ("gradient noise", format_error(self.gradient_noise)),
         ]
-        title = (
-            f"Profile of {self.model or self.script or 'a model'}: batch {self.batch_size} on {self.device}"
-        )
+        of = self.model or self.script or "a model"
+        title = f"Profile of {of}: batch {self.batch_size} on {self.device}"
         return profile_html(title, facts, self.layers)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,20 +1,62 @@
-"""Correct the prices of a profile by what was read of the model's parameters later in its training."""
+"""Prices as they become in training: never below a floor, and corrected by what was read of parameters.
+
+Before training some layers hardly feel rounding: a GELU of inputs near zero, a loss of equal probabilities.
+They look free, and later they are not. (On a small GPT-2 the noise ratio of GELU's tanh at 1 bit grows
+1,400-fold in 800 steps, that of linear layers does not double.) So no layer counts as less sensitive than the
+mean of all layers stored alike. For 40 % of that model's peak, the plan's ratio ends at 0.007 in place of
+0.18; on a small Llama its highest is 0.05 in place of 2.7.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mesa_tune.profiler.entries import LayerEntry, Option
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option
 from mesa_tune.profiler.errors.noise import FEW_SHARE, OwnNoise, Shares
 from mesa_tune.profiler.errors.recorded import Floats
+from mesa_tune.profiler.memory.packed_sizes import stored_as
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 
 Entry = TypeVar("Entry", LayerEntry, ModuleEntry)
+
+
+def with_floor(profile: Profile) -> Profile:
+    """Return the profile in which no option has a lower noise ratio than the mean of layers stored alike.
+
+    Where the ratio is unknown, prices stay as they are.
+    """
+    if profile.own_noise is None or not profile.own_noise.is_known:
+        return profile
+    mean = cache(profile.mean_ratio)
+
+    def option(one: Option) -> Option:
+        ratio, alike = one.noise_ratio, replace(stored_as(one.settings), tile=1)
+        return one.times(max(1.0, mean(alike) / ratio)) if ratio else one
+
+    def entry(one: Any) -> Any:
+        return replace(one, options=tuple(map(option, one.options)))
+
+    return _changed(profile, entry, entry)
+
+
+def _changed(
+    profile: Profile, entry: Callable[[Any], Any], derivation: Callable[[Derivation], Derivation]
+) -> Profile:
+    """Return the profile with other prices of layers and modules, and of what layers derive from."""
+    tiled = profile.tiled
+    return replace(
+        profile,
+        layers=tuple(map(entry, profile.layers)),
+        modules=tuple(map(entry, profile.modules)),
+        tiled=tiled and replace(tiled, modules=tuple(map(entry, tiled.modules))),
+        derivations=tuple(map(derivation, profile.derivations)),
+    )
 
 
 def read_over_predicted(noise: OwnNoise, predicted: Floats, read: Floats) -> Floats:
@@ -42,19 +84,12 @@ def corrected(profile: Profile, factors: Mapping[str, float]) -> Profile:
         return profile
     values = np.array([factors.get(one.name, 1.0) for one in noise.parameters])
     correction = _Correction(noise, values)
-    tiled, of_layer = profile.tiled, {layer.name: layer.shares for layer in profile.layers}
-    return replace(
-        profile,
-        layers=tuple(map(correction.of, profile.layers)),
-        modules=tuple(map(correction.of, profile.modules)),
-        tiled=tiled and replace(tiled, modules=tuple(map(correction.of, tiled.modules))),
-        derivations=tuple(
-            [
-                replace(entry, options=correction.options(entry.options, of_layer[entry.layers[0]]))
-                for entry in profile.derivations
-            ]
-        ),
-    )
+    of_layer = {layer.name: layer.shares for layer in profile.layers}
+
+    def derivation(one: Derivation) -> Derivation:
+        return replace(one, options=correction.options(one.options, of_layer[one.layers[0]]))
+
+    return _changed(profile, correction.of, derivation)
 
 
 @dataclass(frozen=True)

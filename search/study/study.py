@@ -20,6 +20,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.runs.provenance import hardware
+from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.problem import Chosen, Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
@@ -193,7 +194,7 @@ def _task_of(study: Any, profile: Profile, address: Address) -> tuple[Task, Prog
         task = Task.from_dict(attributes[_TASK])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{where}: damaged: {error}\n{_STRANGER}") from error
-    space = make_space(profile, task.batch_size, task.pins, task.restrictions, sliced=task.sliced)
+    space = make_space(with_floor(profile), task.batch_size, task.pins, task.restrictions, sliced=task.sliced)
     program = Program(space)
     if attributes.get("space") != _space_digest(program.space):
         raise RunError(f"{where}: was begun by another version of mesa-tune\n{_STRANGER}")
