@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.errors.intervals import Ratios, interval, scaled
+from mesa_tune.profiler.errors.intervals import DOUBT, Ratios, interval, scaled
 from mesa_tune.profiler.errors.noise import Shares, shares_from
 
 
@@ -96,7 +96,7 @@ class Option:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Ends of the gradient error over batches and rounding; None if unknown or priced on one batch."""
-        return scaled(interval(self.price_ratios), self.gradient_error, self.noise_ratio)
+        return scaled(interval(self.price_ratios, DOUBT), self.gradient_error, self.noise_ratio)
 
     @property
     def provenance(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.entries import Option
-from mesa_tune.profiler.errors.intervals import interval
+from mesa_tune.profiler.errors.intervals import DOUBT, interval
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
 from mesa_tune.profiler.pricing import LayerPrices, candidates
@@ -117,7 +117,7 @@ def test_options_left_out_follow_the_others() -> None:
 
 def test_the_batch_that_chooses_is_no_part_of_the_price() -> None:
     assert FOUR.noise_ratio == 6.0
-    low, high = known(interval((4.0, 8.0)))
+    low, high = known(interval((4.0, 8.0), DOUBT))
     assert known(FOUR.interval) == pytest.approx(
         (0.1 * low, 0.1 * high)
     )  # of the error, 0.6 where 6 is the ratio
