@@ -27,7 +27,7 @@ from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import FakeStep, PolicyTracer
+    from mesa_tune.profiler.fake_steps import PolicyStep, PolicyTracer
     from mesa_tune.search.study.trial import Meter
     from mesa_tune.search.study.worker import Outcome
     from mesa_tune.workload.workload import Workload
@@ -126,7 +126,7 @@ class SolvedSearch:
     best: tuple[Step, Solved] | None = None
     possible: Sequence[Step] = ()
     tracer: PolicyTracer | None = None
-    step: FakeStep | None = None
+    step: PolicyStep | None = None
 
     def traced(self, workload: Workload) -> SolvedSearch:
         """Return the search whose plan's own step was traced and fits: it is solved again until one does.
@@ -167,7 +167,7 @@ class SolvedSearch:
         self,
         step: Step,
         chosen: Chosen,
-        traced: FakeStep,
+        traced: PolicyStep,
         limits: Limits,
         possible: Sequence[Step],
         left: int,

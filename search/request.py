@@ -24,7 +24,7 @@ from mesa_tune.search.space import policy_at
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import FakeStep
+    from mesa_tune.profiler.fake_steps import PolicyStep
     from mesa_tune.search.study.worker import Outcome
 
 
@@ -144,7 +144,7 @@ def plan_of(
     solved: Solved,
     outcome: Outcome | None = None,
     trials: int | None = None,
-    traced: FakeStep | None = None,
+    traced: PolicyStep | None = None,
 ) -> Plan:
     """Return the plan. `outcome`: of the study, which was to have `trials` if they are limited.
 

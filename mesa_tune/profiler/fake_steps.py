@@ -31,6 +31,7 @@ from mesa_tune.profiler.parallel import Parallelization
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload, fake_copy, faked
+from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.session import session
 from mesa_tune.workload.user_code import explaining
 from mesa_tune.workload.workload import Workload
@@ -44,7 +45,7 @@ _ALIKE = 0.001
 
 
 @dataclass(frozen=True)
-class FakeStep:
+class PolicyStep:
     """A traced step: the bytes before it, the most in it, and what it takes of memory.
 
     `reserved`: on CUDA what an allocator reserves for it, on the CPU the most with workspaces of kernels.
@@ -90,15 +91,15 @@ class FakeSteps:
     policy: Policy
     cuda: bool
     parallel: Parallelization | None = None
-    _known: dict[int, FakeStep] = field(default_factory=dict, compare=False)
+    _known: dict[int, PolicyStep] = field(default_factory=dict, compare=False)
 
-    def at(self, batch_size: int) -> FakeStep:
+    def at(self, batch_size: int) -> PolicyStep:
         """Return the step at this batch size; each is traced once."""
         if batch_size not in self._known:
             self._known[batch_size] = self._traced(replace(self.fake, batch_size=batch_size))
         return self._known[batch_size]
 
-    def _traced(self, fake: FakeWorkload) -> FakeStep:
+    def _traced(self, fake: FakeWorkload) -> PolicyStep:
         with ExitStack() as stack:
             stack.enter_context(fake.faking())
             if self.cuda:
@@ -123,38 +124,44 @@ class FakeSteps:
             static = sum(tracer.static_bytes(batch).values()) + buckets
         if isinstance(outer, WorkspaceMeter):
             peak = static + trace.peak()
-            return FakeStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
-        return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)
+            return PolicyStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
+        return PolicyStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)
 
 
 @dataclass
 class PolicyTracer:
-    """Traces the steps of a workload from a file under any policy at one batch size, as on the CPU.
+    """Traces the steps of a workload under any policy at one batch size, as on the CPU.
 
-    `plain_peak`: what a plain step takes. Fake steps that differ from it are no real ones, and not believed.
+    On fake tensors, if those of a plain step take `plain_peak`, as real ones do. Else the step is a real one,
+    the second of two; so it is for the workload of a running script, whose functions must not meet fake
+    tensors. `fits`: the largest batch size of which real steps fit in memory.
     """
 
     workload: Workload
     batch_size: int
     plain_peak: int
+    fits: int = 0
 
     @staticmethod
     def of(workload: Workload, profile: Profile, batch_size: int) -> PolicyTracer:
         """Return the tracer that believes fake steps which take what the profile says."""
-        return PolicyTracer(workload, batch_size, profile.timeline.at(batch_size).peak_bytes({}))
+        plain = profile.timeline.at(batch_size).peak_bytes({})
+        return PolicyTracer(workload, batch_size, plain, profile.batch_size)
 
-    def trace(self, policy: Policy) -> FakeStep | None:
-        """Return the step under `policy`; None where fake tensors are no help."""
-        return self._trace(policy) if self._is_believed else None
+    def trace(self, policy: Policy) -> PolicyStep | None:
+        """Return the step under `policy`; None on a GPU, and where neither kind of step is possible."""
+        if self.workload.device != "cpu":
+            return None
+        if self._is_believed:
+            return self._faked(policy)
+        return self._real(policy) if self.batch_size <= self.fits else None
 
     @cached_property
     def _is_believed(self) -> bool:
-        # Functions of a file make models and batches anew. Those of a running script may hold real tensors.
-        possible = self.workload.device == "cpu" and self.workload.path is not None
-        plain = self._trace(Policy.parse("")) if possible else None
+        plain = None if self.workload.path is None else self._faked(Policy.parse(""))
         return plain is not None and abs(plain.peak / self.plain_peak - 1) <= _SAME
 
-    def _trace(self, policy: Policy) -> FakeStep | None:
+    def _faked(self, policy: Policy) -> PolicyStep | None:
         fake, real = FakeWorkload.of(self.workload), self._model
         try:
             fake = replace(fake, model=lambda: fake_copy(fake.mode, real))
@@ -162,9 +169,24 @@ class PolicyTracer:
         except (MesaTuneError, RuntimeError):
             return None
 
+    def _real(self, policy: Policy) -> PolicyStep:
+        workload, model = self.workload, self._model
+        if workload.batch_size != self.batch_size:
+            workload = workload.with_batch_size(self.batch_size)
+        optimizer = workload.make_optimizer(model)
+        with preserved(model, optimizer) as restore:
+            batch = longest_batch(workload).batch
+            workload.take_step(model, batch, optimizer)  # makes the optimizer's state
+            tracer = StepTracer(workload, model, optimizer, restore)
+            trace, tags = tracer.trace(batch, policy, second=True, min_elements=MIN_ELEMENTS)
+            static = sum(tracer.static_bytes(batch).values()) + trace.static_gradients
+        peak = static + trace.peak()
+        most = static + max(slot.reserved for slot in trace.slots)
+        return PolicyStep(static, peak, max(peak, most), trace.libraries.nbytes, trace, tags)
+
     @cached_property
     def _model(self) -> nn.Module:
-        """The model that fake ones copy. It has real tensors: a file may load weights."""
+        """The model with real tensors, which fake ones copy: a file may load weights."""
         return self.workload.build()
 
 

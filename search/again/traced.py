@@ -19,7 +19,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.problem import NONE, Chosen, Decision, Space
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import FakeStep
+    from mesa_tune.profiler.fake_steps import PolicyStep
 
 ROUNDS = 4
 """Plans that are traced at most. After half of them, the limit is lowered by the excess, too."""
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
     phase: str
 
 
-def traced_prediction(predicted: Prediction, step: FakeStep, profile: Profile) -> Prediction:
+def traced_prediction(predicted: Prediction, step: PolicyStep, profile: Profile) -> Prediction:
     """Return the prediction with the bytes of the traced step."""
     return replace(
         predicted,
@@ -49,7 +49,7 @@ def traced_prediction(predicted: Prediction, step: FakeStep, profile: Profile) -
     )
 
 
-def _peak(step: FakeStep, profile: Profile) -> Peak:
+def _peak(step: PolicyStep, profile: Profile) -> Peak:
     """Return the slot with the most bytes, and their kinds."""
     trace = step.trace
     slot = max(trace.slots, key=lambda slot: slot.high)
@@ -64,7 +64,7 @@ def _peak(step: FakeStep, profile: Profile) -> Peak:
     return Peak(slot.layer, slot.phase, {**static, SAVED: min(saved, left), WORKING: max(0, left - saved)})
 
 
-def corrected(space: Space, chosen: Chosen, step: FakeStep, profile: Profile) -> Space:
+def corrected(space: Space, chosen: Chosen, step: PolicyStep, profile: Profile) -> Space:
     """Return the space with the bytes of the traced step, where they differ.
 
     `chosen`: what was traced. `profile`: of the step with slices, if the space is.

@@ -100,15 +100,19 @@ def test_differences_go_to_the_choice_of_the_layer_there(profile: mt.Profile) ->
     )
 
 
-def test_where_fake_steps_are_no_real_ones_bytes_are_inferred(profile: mt.Profile) -> None:
+def test_where_fake_steps_are_no_real_ones_a_real_one_is_traced(profile: mt.Profile) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         value = next_word(model, batch)
         return value if value.item() > 0 else value * 2
 
-    sample = of_a_file(language_workload())
-    work = of_a_file(workload(sample.model, sample.batch, loss, batch_size=sample.batch_size))
-    assert PolicyTracer(work, profile.batch_size, profile.peak_bytes).trace(mt.Policy(())) is None
-    plan = search_policy(profile, "85%", trials=0, workload=work)
-    assert plan.to_dict() == search_policy(profile, "85%", trials=0).to_dict()
+    sample = language_workload()
+    branching = workload(sample.model, sample.batch, loss, batch_size=sample.batch_size)
+    for work in (sample, of_a_file(branching)):  # the first is of a running script
+        plan = search_policy(profile, "85%", trials=0, workload=work)
+        assert plan.predicted.saved_bytes == mt.estimate(sample, plan.policy).saved_bytes
+        assert plan.predicted.peak_bytes == mt.estimate(sample, plan.policy).peak_bytes
+    work = of_a_file(branching)
+    tracer = PolicyTracer(work, 2 * profile.batch_size, profile.peak_bytes, fits=profile.batch_size)
+    assert tracer.trace(mt.Policy(())) is None, "a step of that batch may not fit"
     # Its plain step differs from the profile's.
-    assert PolicyTracer(sample, 8, 10 * profile.peak_bytes).trace(mt.Policy(())) is None
+    assert PolicyTracer(of_a_file(sample), 8, 10 * profile.peak_bytes).trace(mt.Policy(())) is None
