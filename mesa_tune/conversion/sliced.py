@@ -2,8 +2,8 @@
 
 An MLP acts on each row of its input by itself, attention on each sample. So it may run on some of them after
 the others, and again in backward (as ALST's tiled MLP, arXiv 2506.13996). What is hard is that no code says
-so. Therefore the module first runs on two rows or samples of random numbers, together and apart. One whose
-results differ is not cut.
+so. Therefore the module first runs on two rows or samples of its input, together and apart. One whose results
+differ is not cut, and neither is one in which somebody's hooks would run once per slice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
 from mesa_tune.notice import warn_once
 
 Arguments = tuple[Any, Any]
@@ -27,8 +28,10 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 Shared = tuple[bool, ...]
 """Of each output of a module, flat, whether it is the same for all slices, not cut as they are."""
 
-_by_slices: WeakKeyDictionary[nn.Module, dict[int, Shared | None]] = WeakKeyDictionary()
-"""The outputs of modules for slices along a dimension; None where it does not act on each by itself."""
+_by_slices: WeakKeyDictionary[nn.Module, dict[int, Shared | str]] = WeakKeyDictionary()
+"""The outputs of modules for slices along a dimension, or why there are no slices."""
+
+_ALONE = "it does not act on each row or sample of its input by itself"
 
 
 class Cut(NamedTuple):
@@ -57,11 +60,12 @@ class Cut(NamedTuple):
         return [self._having(part) for part in zip(*parts, strict=True)]
 
     def pair(self) -> "Cut":
-        """Return arguments of two rows or samples of random numbers, with the first two of other tensors."""
-        x, *others = (tensor.narrow(self.dim, 0, 2) for tensor in self.tensors)
-        generator = torch.Generator(x.device).manual_seed(0)
-        random = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return self._replace(tensors=(random, *others))
+        """Return arguments of the first two rows or samples."""
+        return self._replace(tensors=[tensor.narrow(self.dim, 0, 2) for tensor in self.tensors])
+
+    def is_changed(self, part: Arguments) -> bool:
+        """Return whether a run has changed containers in the arguments of a slice."""
+        return tree_structure(part, is_leaf=_is_no_container) != self.form
 
     def whole(self) -> Arguments:
         """Return the arguments of all rows or samples."""
@@ -94,7 +98,7 @@ def cut_of(
     that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
     tensor. `run` runs the module, and saves nothing.
     """
-    cuts = _cuts(args, kwargs)
+    cuts = "hooks inside it would run once per slice" if has_foreign_hooks(module) else _cuts(args, kwargs)
     if isinstance(cuts, str):
         _warn_of_effect(name, cuts)
         return None
@@ -105,17 +109,23 @@ def cut_of(
     answers = _by_slices.setdefault(module, {})
     for each in cuts:  # also the other way, of other batch sizes: no step but the first is to differ
         if each.size > 1 and each.dim not in answers:
-            answers[each.dim] = _outputs(module, run, each.pair())
+            answers[each.dim] = _outputs(module, run, each.pair()) or _ALONE
     shared = answers[cut.dim]
-    if shared is None:
-        _warn_of_effect(name, "it does not act on each row or sample of its input by itself")
+    if isinstance(shared, str):
+        _warn_of_effect(name, shared)
         return None
     return cut._replace(shared=shared)
 
 
+def refuse_slices(module: nn.Module, name: str, why: str) -> None:
+    """Warn that `tile` of `module` has no effect, and cut it no more."""
+    _by_slices[module] = dict.fromkeys(_by_slices[module], why)
+    _warn_of_effect(name, why)
+
+
 def has_slices(module: nn.Module) -> bool:
     """Return whether the module has run in slices, or could have."""
-    return any(shared is not None for shared in _by_slices.get(module, {}).values())
+    return any(not isinstance(shared, str) for shared in _by_slices.get(module, {}).values())
 
 
 def _cuts(args: Any, kwargs: Any) -> list[Cut] | str:
@@ -157,8 +167,8 @@ def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | 
     with torch.no_grad(), _without_dropout(module):
         try:
             together, *apart = map(result, (pair.whole(), *pair.slices(2)))
-        except (RuntimeError, ValueError):
-            return None  # another tensor's first dimension was none of samples
+        except Exception:  # noqa: BLE001 - whatever it is, of two samples the module does not run
+            return None
     with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
         return _shared(pair, together, *apart)
 
