@@ -1,14 +1,15 @@
 """Modules that save only their packed inputs, and run again in backward: `store: recompute` (`on module:`),
 and `tile`, in slices.
 
-PyTorch's non-reentrant checkpoint runs a module again, under torch's random and autocast states of the first run.
-The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run must
-be like the first. So it sees the Python state of the first one, and leaves none of its own (`python_state`).
-A module that computes shapes, indices or branches from its input (the routing of a mixture of experts) gets
-that input back exactly.
+PyTorch's non-reentrant checkpoint runs a module again, under torch's random and autocast states of the first
+run. The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run
+must be like the first. So it sees the Python state of the first one, and leaves no changes of its own
+(`python_state`). A module that computes shapes, indices or branches from its input (the routing of a mixture
+of experts) gets that input back exactly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,11 +88,13 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
 def _cut(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Cut | None:
     """Return how the input of a module is cut into slices; None if it is not."""
 
-    def probe(*args: Any, **kwargs: Any) -> Any:
-        with before.again(job.watch), torch.random.fork_rng(get_device_states(args)[0]):
-            return job.probe(*args, **kwargs)
+    @contextmanager
+    def leaving_nothing() -> Iterator[None]:
+        devices, _ = get_device_states(*tree_leaves((args, kwargs)))
+        with before.again(job.watch), torch.random.fork_rng(devices):
+            yield
 
-    return cut_of(job.module, job.name, job.spec.tile, probe, args, kwargs)
+    return cut_of(job.module, job.name, job.spec.tile, job.probe, leaving_nothing, args, kwargs)
 
 
 def _in_slices(job: Job, before: Snapshot, cut: Cut) -> list[Any] | None:
@@ -130,7 +133,11 @@ def _recomputed(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Any:
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
     # The first run saves others in place of tensors that it does not encode: only their number is checked.
     run_twice = partial(
-        checkpoint, _Body(job, before, (args, kwargs), form, detector), *leaves, use_reentrant=False, determinism_check="none"
+        checkpoint,
+        _Body(job, before, (args, kwargs), form, detector),
+        *leaves,
+        use_reentrant=False,
+        determinism_check="none",
     )
     if not job.packs:
         return run_twice()
@@ -147,9 +154,9 @@ def _recomputed(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Any:
 
 
 class _Body:
-    """The function that the checkpoint runs twice, the first time under `detector` and with `first` arguments.
+    """The function that the checkpoint runs twice, the first time under `detector`.
 
-    Containers in these are the caller's, whose contents the second run must not change.
+    `first`: the arguments of that run. Containers in them are the caller's: the second run gets others.
     """
 
     def __init__(

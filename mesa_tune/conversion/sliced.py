@@ -7,7 +7,7 @@ differ is not cut, and neither is one in which somebody's hooks would run once p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -90,13 +90,19 @@ class Cut(NamedTuple):
 
 
 def cut_of(
-    module: nn.Module, name: str, count: int, run: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module,
+    name: str,
+    count: int,
+    run: Callable[..., Any],
+    trial: Callable[[], AbstractContextManager[None]],
+    args: Any,
+    kwargs: Any,
 ) -> Cut | None:
     """Return how the input of `module` is cut into `count` slices; None with a warning where it cannot be.
 
     The input, `(*, features)`, is the first tensor. It is cut along its first dimension, as are other tensors
     that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
-    tensor. `run` runs the module, and saves nothing.
+    tensor. `run` runs the module, and saves nothing; what it changes inside `trial` is put back.
     """
     cuts = "hooks inside it would run once per slice" if has_foreign_hooks(module) else _cuts(args, kwargs)
     if isinstance(cuts, str):
@@ -109,7 +115,7 @@ def cut_of(
     answers = _by_slices.setdefault(module, {})
     for each in cuts:  # also the other way, of other batch sizes: no step but the first is to differ
         if each.size > 1 and each.dim not in answers:
-            answers[each.dim] = _outputs(module, run, each.pair()) or _ALONE
+            answers[each.dim] = _outputs(module, run, trial, each.pair()) or _ALONE
     shared = answers[cut.dim]
     if isinstance(shared, str):
         _warn_of_effect(name, shared)
@@ -155,7 +161,12 @@ def _warn_of_effect(name: str, why: str) -> None:
     warn_once(f"mesa-tune: `tile` of {name!r} has no effect: {why}. It runs again as a whole.")
 
 
-def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | None:
+def _outputs(
+    module: nn.Module,
+    run: Callable[..., Any],
+    trial: Callable[[], AbstractContextManager[None]],
+    pair: Cut,
+) -> Shared | None:
     """Return which outputs both rows or samples of `pair` share; None if they differ together and apart."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None
@@ -164,7 +175,7 @@ def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | 
         args, kwargs = arguments
         return tree_leaves(run(*args, **kwargs))
 
-    with torch.no_grad(), _without_dropout(module):
+    with trial(), torch.no_grad(), _without_dropout(module):
         try:
             together, *apart = map(result, (pair.whole(), *pair.slices(2)))
         except Exception:  # noqa: BLE001 - whatever it is, of two samples the module does not run

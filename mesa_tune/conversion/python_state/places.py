@@ -23,7 +23,9 @@ FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "mesa_tune", "numpy", "pyt
 
 _INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", CONVERTED, REPLICATE}
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
+)
 
 GENERATOR = "a random generator"
 HOOK = "a hook"
@@ -220,9 +222,8 @@ _NUMPY = {
     "RandomState": _making(_state_of_numpy, _put_numpy, GENERATOR),
 }
 _iterator = _making(lambda _: None, _put_nothing, ITERATOR)
-_makers: dict[type, _Maker | None] = {
-    kind: None for kind in (bool, int, float, str, tuple, type(None), Tensor, nn.Parameter, torch.dtype)
-}
+_PLAIN = (bool, int, float, str, tuple, type(None), Tensor, nn.Parameter, torch.dtype)
+_makers: dict[type, _Maker | None] = dict.fromkeys(_PLAIN)
 """How a place of each class is made; None if its values have no contents that a module changes."""
 
 

@@ -47,7 +47,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def global_generators() -> Iterator[Place]:
     """Yield the generators that Python's `random` and NumPy share among all their functions."""
-    for owner in (random._inst, getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)):  # type: ignore[attr-defined]
+    for owner in (random._inst, getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)):
         place = contents(owner)
         if place is not None:
             yield place
@@ -131,9 +131,9 @@ class _Search:
 
     def _module(self, module: ModuleType, used: set[str]) -> None:
         name = module.__name__
-        if name == "random" or name == "numpy.random" or (name == "numpy" and "random" in used):
-            for place, owner in zip(global_generators(), ("random", "numpy"), strict=False):
-                if name.startswith(owner):
+        if name in {"random", "numpy.random"} or (name == "numpy" and "random" in used):
+            for place in global_generators():
+                if type(place.owner).__module__.startswith(name.partition(".")[0]):
                     self.add(place)
         elif not is_foreign(name) and module.__dict__.get("__file__") not in self.seen:
             self.seen.add(module.__dict__.get("__file__"))

@@ -106,7 +106,10 @@ class Snapshot:
             now.put()
 
     def difference(self, other: Snapshot) -> str | None:
-        """Return what has changed since `other`, except for tensors that were made again with equal values."""
+        """Return what has changed since `other`; None if nothing has.
+
+        A tensor that was made again with equal values, without a gradient, has not changed.
+        """
         for key, (place, copy) in self.copies.items():
             before = other.copies.get(key)
             if before is not None and (name := _different(before[1], copy)) is not None:
@@ -206,7 +209,7 @@ def _substituted(copy: Any, tensors: dict[int, Tensor]) -> Any:
 
 
 def _different(before: Any, after: Any) -> str | None:
-    """Return the name of what differs between two copies of one place, perhaps empty; None if nothing does."""
+    """Return the name of what differs between copies of a place, perhaps empty; None if nothing does."""
     if isinstance(after, dict):
         if before.keys() != after.keys():
             return str(next(iter(before.keys() ^ after.keys())))
