@@ -8,7 +8,7 @@ must be like the first. So it sees the Python state of the first one, and leaves
 of experts) gets that input back exactly.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,7 +71,8 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
         warn_once(f"mesa-tune: {job.name!r} does not run again: its cache has keys of an earlier forward.")
         return job.plain(*args, **kwargs)
     args, kwargs = given
-    before = job.watch.begin(tree_leaves((args, kwargs)))
+    leaves, form = tree_flatten((args, kwargs))
+    before = job.watch.begin(leaves)
     if job.watch.obstacle is not None:
         warn_once(f"mesa-tune: {job.name!r} does not run again: nobody can put back {job.watch.obstacle}.")
         return job.plain(*args, **kwargs)
@@ -80,7 +81,7 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
         outputs = _in_slices(job, before, cut)
         if outputs is not None:
             return cut.joined(outputs)
-    output = _recomputed(job, before, args, kwargs)
+    output = _recomputed(job, before, (args, kwargs), leaves, form)
     job.watch.end(before)
     return output
 
@@ -104,11 +105,11 @@ def _in_slices(job: Job, before: Snapshot, cut: Cut) -> list[Any] | None:
     """
     random = torch.get_rng_state(), get_device_states(*cut.tensors)
     first, *others = cut.slices(job.spec.tile)
-    outputs = [_recomputed(job, before, *first)]
+    outputs = [_recomputed(job, before, first, *tree_flatten(first))]
     cached = job.watch.now()
     for number, part in enumerate(others, 1):
         own_key = partial(_key_of_slice, job.key, number)
-        outputs.append(_recomputed(job._replace(key=own_key), before, *part))
+        outputs.append(_recomputed(job._replace(key=own_key), before, part, *tree_flatten(part)))
     changed = any(map(cut.is_changed, (first, *others)))
     effect = "a container in its arguments" if changed else job.watch.now().difference(cached)
     if effect is None:
@@ -127,14 +128,14 @@ def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: to
     return key(device) + as_int64(number * 0xD6E8FEB86659FD93)
 
 
-def _recomputed(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Any:
-    leaves, form = tree_flatten((args, kwargs))
+def _recomputed(job: Job, before: Snapshot, given: Arguments, leaves: Sequence[Any], form: TreeSpec) -> Any:
+    """Return the output for arguments, which are also given as `leaves` and their form."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
     # The first run saves others in place of tensors that it does not encode: only their number is checked.
     run_twice = partial(
         checkpoint,
-        _Body(job, before, (args, kwargs), form, detector),
+        _Body(job, before, given, form, detector),
         *leaves,
         use_reentrant=False,
         determinism_check="none",

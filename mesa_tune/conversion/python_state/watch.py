@@ -96,7 +96,8 @@ class Snapshot:
         now = Snapshot((*watch.places(), *self.places))
         present = (each for place in watch.buffers for each in self.copies[place.key][1].values())
         spare = {id(buffer): buffer for buffer in present if buffer is not None}
-        self.put(_cloned(spare | self.clones))
+        tensors = spare | self.clones
+        self.put(_cloned(tensors) if tensors else None)
         for place in now.places:
             if place.what == HOOK and place.key not in self.copies:
                 place.owner.clear()  # a hook that the first run did not have
