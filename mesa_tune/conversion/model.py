@@ -98,6 +98,7 @@ class ConvertedForward(entering.Entrant):
             packs=not HOOKS.runs_twice(frame),
             is_static=frame.is_static,
             key=self.conversion.key,
+            is_new=self.conversion.first,
             watch=self.watch,
             probe=self._probe,
         )

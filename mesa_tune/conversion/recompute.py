@@ -9,7 +9,7 @@ of experts) gets that input back exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.caches import without_new_caches
 from mesa_tune.conversion.choices import ChoiceDetector
+from mesa_tune.conversion.hooks import naming
+from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
 from mesa_tune.conversion.python_state.watch import Snapshot, Watch
-from mesa_tune.conversion.sliced import Arguments, Cut, cut_of, refuse_slices
+from mesa_tune.conversion.sliced import Arguments, Cut, cut_of, refuse_slices, warn_of_effect
 from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
@@ -39,8 +41,9 @@ class Job(NamedTuple):
     """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(args, kwargs)`.
 
     `packs`: its inputs are packed; else the surrounding hooks save them. `is_static` tells which tensors are
-    never encoded; `key` returns the noise key of the others. `watch`: of the module's Python state. `probe`:
-    as `plain`, without gradients, for a run that is none of the model's.
+    never encoded; `key` returns the noise key of the others. `is_new`: not all layers of the model are known
+    yet. `watch`: of the module's Python state. `probe`: as `plain`, without gradients, for a run that is none
+    of the model's.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Job(NamedTuple):
     packs: bool
     is_static: Callable[[Tensor], bool]
     key: Callable[[torch.device], Tensor]
+    is_new: bool
     watch: Watch
     probe: Run
 
@@ -87,7 +91,10 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
 
 
 def _cut(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Cut | None:
-    """Return how the input of a module is cut into slices; None if it is not."""
+    """Return how the input of a module is cut into slices; None if it is not, with a warning."""
+    if has_foreign_hooks(job.watch.below):
+        warn_of_effect(job.name, "hooks inside it would run once per slice")
+        return None
 
     @contextmanager
     def leaving_nothing() -> Iterator[None]:
@@ -169,7 +176,7 @@ class _Body:
     def __call__(self, *leaves: Any) -> Any:
         first, self.first = self.first, None
         if first is not None:
-            with self.detector, saving_in_vain():
+            with self.detector, saving_in_vain(), naming() if self.job.is_new else nullcontext():
                 return self.job.run(*first)
         args, kwargs = tree_unflatten(leaves, self.form)
         with self.before.again(self.job.watch):

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
 from mesa_tune.notice import warn_once
 
 Arguments = tuple[Any, Any]
@@ -60,8 +59,17 @@ class Cut(NamedTuple):
         return [self._having(part) for part in zip(*parts, strict=True)]
 
     def pair(self) -> "Cut":
-        """Return arguments of the first two rows or samples."""
-        return self._replace(tensors=[tensor.narrow(self.dim, 0, 2) for tensor in self.tensors])
+        """Return arguments of the first row or sample, and of the next that has another input."""
+        second = 1 if isinstance(self.tensors[0], FakeTensor) else self._other()
+
+        def picked(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor.narrow(self.dim, number, 1) for number in (0, second)], self.dim)
+
+        return self._replace(tensors=list(map(picked, self.tensors)))
+
+    def _other(self) -> int:
+        rows = self.tensors[0].detach().movedim(self.dim, 0)
+        return next((n for n in range(1, len(rows)) if not torch.equal(rows[n], rows[0])), 1)
 
     def is_changed(self, part: Arguments) -> bool:
         """Return whether a run has changed containers in the arguments of a slice."""
@@ -104,9 +112,9 @@ def cut_of(
     that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
     tensor. `run` runs the module, and saves nothing; what it changes inside `trial` is put back.
     """
-    cuts = "hooks inside it would run once per slice" if has_foreign_hooks(module) else _cuts(args, kwargs)
+    cuts = _cuts(args, kwargs)
     if isinstance(cuts, str):
-        _warn_of_effect(name, cuts)
+        warn_of_effect(name, cuts)
         return None
     samples, *rows = cuts
     cut = rows[0] if rows and samples.size < count else samples
@@ -115,10 +123,10 @@ def cut_of(
     answers = _by_slices.setdefault(module, {})
     for each in cuts:  # also the other way, of other batch sizes: no step but the first is to differ
         if each.size > 1 and each.dim not in answers:
-            answers[each.dim] = _outputs(module, run, trial, each.pair()) or _ALONE
+            answers[each.dim] = _outputs(module, run, trial, each) or _ALONE
     shared = answers[cut.dim]
     if isinstance(shared, str):
-        _warn_of_effect(name, shared)
+        warn_of_effect(name, shared)
         return None
     return cut._replace(shared=shared)
 
@@ -126,7 +134,7 @@ def cut_of(
 def refuse_slices(module: nn.Module, name: str, why: str) -> None:
     """Warn that `tile` of `module` has no effect, and cut it no more."""
     _by_slices[module] = dict.fromkeys(_by_slices[module], why)
-    _warn_of_effect(name, why)
+    warn_of_effect(name, why)
 
 
 def has_slices(module: nn.Module) -> bool:
@@ -157,7 +165,8 @@ def _is_no_container(value: Any) -> bool:
     return type(value) not in (tuple, list, dict)
 
 
-def _warn_of_effect(name: str, why: str) -> None:
+def warn_of_effect(name: str, why: str) -> None:
+    """Warn that a module does not run in slices."""
     warn_once(f"mesa-tune: `tile` of {name!r} has no effect: {why}. It runs again as a whole.")
 
 
@@ -165,11 +174,14 @@ def _outputs(
     module: nn.Module,
     run: Callable[..., Any],
     trial: Callable[[], AbstractContextManager[None]],
-    pair: Cut,
+    cut: Cut,
 ) -> Shared | None:
-    """Return which outputs both rows or samples of `pair` share; None if they differ together and apart."""
+    """Return which outputs two rows or samples share; None if these differ together and apart."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None
+
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+        pair = cut.pair()
 
     def result(arguments: Arguments) -> list[Any]:
         args, kwargs = arguments
@@ -180,7 +192,7 @@ def _outputs(
             together, *apart = map(result, (pair.whole(), *pair.slices(2)))
         except Exception:  # noqa: BLE001 - whatever it is, of two samples the module does not run
             return None
-    with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+    with torch._C.DisableTorchFunction():
         return _shared(pair, together, *apart)
 
 

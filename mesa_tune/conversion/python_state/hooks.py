@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,16 +12,21 @@ from torch import nn
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of modules below `module`, or of all modules, run in its forward and do something.
+def has_foreign_hooks(modules: Sequence[nn.Module]) -> bool:
+    """Return whether hooks of one of `modules`, or of all modules there are, do something in a forward.
 
     Those of transformers that record outputs do nothing unless a forward has asked for these outputs.
     """
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return True
-    below = (one for one in module.modules() if one is not module)
-    found = (chain(one._forward_pre_hooks.values(), one._forward_hooks.values()) for one in below)
+    hooked = [one for one in modules if has_hooks(one)]
+    found = (chain(one._forward_pre_hooks.values(), one._forward_hooks.values()) for one in hooked)
     return not all(map(_is_idle, chain.from_iterable(found)))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run in the forward of `module`."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from mesa_tune.conversion.python_state.hooks import has_hooks
 from mesa_tune.conversion.python_state.places import Place, attributes, cell, contents, is_foreign, names
 from mesa_tune.conversion.wrapping import CONVERTED
 
@@ -38,11 +39,6 @@ def places_of(modules: list[nn.Module]) -> list[Place]:
             search.follow(getattr(type(hooked), "__call__", None), type(hooked))  # noqa: B004
     search.run()
     return list(search.places.values())
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run in the forward of `module`."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def global_generators() -> Iterator[Place]:

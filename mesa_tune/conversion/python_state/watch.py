@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mesa_tune.conversion.python_state.hooks import has_hooks
 from mesa_tune.conversion.python_state.places import (
     GENERATOR,
     HOOK,
@@ -28,11 +29,13 @@ from mesa_tune.conversion.python_state.places import (
     hooks,
     values,
 )
-from mesa_tune.conversion.python_state.search import global_generators, has_hooks, places_of
+from mesa_tune.conversion.python_state.search import global_generators, places_of
 
 
 class Snapshot:
     """Copies of the contents of places, and of tensors that are changed in place."""
+
+    __slots__ = ("clones", "copies", "tensors")
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.copies: dict[Any, tuple[Place, Any]] = {}
@@ -94,9 +97,11 @@ class Snapshot:
         The body changes copies of buffers, and of other tensors that the first run changed in place.
         """
         now = Snapshot((*watch.places(), *self.places))
-        present = (each for place in watch.buffers for each in self.copies[place.key][1].values())
-        spare = {id(buffer): buffer for buffer in present if buffer is not None}
-        tensors = spare | self.clones
+        tensors = dict(self.clones)
+        for place in watch.buffers:
+            buffers = self.copies[place.key][1].values()
+            tensors.update((id(each), each) for each in buffers if each is not None)
+        tensors.update(self.clones)
         self.put(_cloned(tensors) if tensors else None)
         for place in now.places:
             if place.what == HOOK and place.key not in self.copies:
@@ -192,6 +197,16 @@ class Watch:
     def _is_written(self, tensor: Tensor) -> bool:
         known = self.written.get(id(tensor))
         return known is not None and known() is tensor and self._may_be_written(tensor)
+
+
+@contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """Restore the state of `module` after the body, with the generators that all code shares."""
+    snapshot = Watch(module).begin()
+    try:
+        yield
+    finally:
+        snapshot.undo()
 
 
 def _version(tensor: Tensor) -> int:
