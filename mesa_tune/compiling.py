@@ -18,7 +18,7 @@ def constant_result(function: Function) -> Function:
     return function
 
 
-def with_side_effects(function: Callable[..., Any], *args: Any) -> Any:
+def with_side_effects(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args)`; in traced code, also where it changes Python state inside a checkpoint.
 
     The compiler refuses such changes, because eager code would repeat them in backward and compiled code does
@@ -26,4 +26,4 @@ def with_side_effects(function: Callable[..., Any], *args: Any) -> Any:
     """
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as unchecked
 
-    return unchecked(function, *args)
+    return unchecked(function, *args, **kwargs)

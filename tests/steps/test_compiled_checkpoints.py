@@ -1,5 +1,6 @@
-"""`torch.compile(fullgraph=True)` traces a converted model that checkpoints parts of itself, as the plain one."""
+"""With checkpoints inside, `torch.compile(fullgraph=True)` makes one graph of a converted model, too."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
-from tests.builders import MLPBlock, gradients
+from tests.builders import MLPBlock, conversion, gradients
 from tests.conformance.running import relative_error
 from tests.step_memory import Composed
 
@@ -43,21 +44,27 @@ def model(around: str) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Composed(run, block=block) for block in blocks])
 
 
+def layers(model: nn.Module) -> set[tuple[str, str]]:
+    return {(tag, name) for tag, _, name in conversion(model).catalog.layers()}
+
+
 AROUND = ["a call", "a wrapper", "a function", "another", "a part without gradients"]
 
 
 @pytest.mark.parametrize(("around", "apart"), [*((a, False) for a in AROUND), ("a wrapper", True)])
 def test_checkpoints_are_traced(around: str, apart: bool) -> None:
-    """`apart`: the blocks are compiled one by one, as in torchtitan."""
+    """`apart`: the blocks are compiled one by one, as in torchtitan. Layers are those of eager code."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain, x = model(around), torch.randn(256, WIDTH)
-    expected = gradients(plain, x)
-    converted = mt.convert(plain, mt.Policy.uniform(level=16), seed=1)
+    plain, x, policy = model(around), torch.randn(256, WIDTH), mt.Policy.uniform(level=16)
+    expected, eager = gradients(plain, x), mt.convert(copy.deepcopy(plain), policy)
+    gradients(eager, x)
+    converted = mt.convert(plain, policy, seed=1)
     for part in [*plain.children()][1:] if apart else [plain]:
         part.compile(fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", "mesa-tune|.*Dynamo|.*graph break")
         first, second = (gradients(converted, x) for _ in range(2))
     assert 0 < relative_error(first, expected) < 0.05
     assert relative_error(first, second) > 0, "two steps have the same noise"
+    assert layers(converted) == layers(eager)
