@@ -339,7 +339,7 @@ def test_outputs_are_recorded_once() -> None:
     assert len(output.router_logits) == 2
     torch.testing.assert_close(output.loss, expected)
     model(input_ids=ids, labels=ids, output_router_logits=False)
-    assert has_slices(model.model.layers[0].mlp)
+    assert has_slices(model.get_submodule("model.layers.0.mlp"))
 
 
 def test_what_runs_inside_a_module_that_runs_again_has_its_index() -> None:
