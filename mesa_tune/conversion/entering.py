@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mesa_tune.compiling import with_side_effects
 from mesa_tune.conversion.conversion import Conversion, replaced_parameters
 from mesa_tune.conversion.hooks import HOOKS, hooks_possible
 from mesa_tune.conversion.opened import OPENED
@@ -42,11 +43,16 @@ class Entrant(BindableForward):
     conversion: Conversion
 
 
-def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run `forward(*args, **kwargs)` as the module of `entrant`."""
+def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any, checked: bool = True) -> Any:
+    """Run `forward(*args, **kwargs)` as the module of `entrant`.
+
+    `checked`: the compiler refuses frames of a checkpointed part, which are gone when the part ends.
+    """
     frames = state.frames
     frame, begins, active = _nested_frame(entrant), False, True
     if frame is None:
+        if checked and torch.compiler.is_compiling():
+            return with_side_effects(enter, entrant, forward, args, kwargs, False)
         frame, begins, active = _new_frame(entrant, args, kwargs)
     frames.append(frame)
     try:

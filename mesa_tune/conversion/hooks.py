@@ -8,7 +8,10 @@ are.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch._C import _autograd
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.hooked import HOOKED
 from mesa_tune.engine.observer import watch
-from mesa_tune.engine.routing import Frame, Hooks, state, top_hooks
+from mesa_tune.engine.routing import Frame, Hooks, state, top_hooks, top_saved_hooks
 from mesa_tune.engine.storage import Packing, decided, restore, store
 
 
@@ -70,6 +73,25 @@ def pack(tensor: Tensor) -> HookedTensor:
     if watch.observer is not None:
         watch.observer.stored(layer, (tensor,), (packing,), (parts,), [], 0)
     return HookedTensor(layer, parts, packing, spec, 0)
+
+
+@contextmanager
+def naming() -> Iterator[None]:
+    """Name the layers of the body that hooks will store when it runs again, under a checkpoint's hooks now.
+
+    Layers get their indices after the first forward, so it must show these, too.
+    """
+    top = top_saved_hooks(True)
+    assert top is not None
+
+    def named(tensor: Tensor) -> Any:
+        frame = state.frames[-1] if state.frames else None
+        if frame is not None and frame.surrounds() and not state.paused:
+            _other_spec(frame, tensor)
+        return top[0](tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(named, top[1]):
+        yield
 
 
 def other_layer(frame: Frame) -> str:

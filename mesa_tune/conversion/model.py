@@ -17,6 +17,7 @@ from mesa_tune.conversion import entering
 from mesa_tune.conversion.conversion import Conversion, entries
 from mesa_tune.conversion.hooks import HOOKS
 from mesa_tune.conversion.layers import Catalog, named_layers
+from mesa_tune.conversion.python_state.watch import Watch
 from mesa_tune.conversion.recompute import Job, recomputed
 from mesa_tune.conversion.wrapping import (
     CONVERTED,
@@ -49,8 +50,11 @@ class ConvertedForward(entering.Entrant):
         copy = FunctionType(call.__code__.replace(), call.__globals__, call.__name__)
         return object.__new__(type(cls.__name__, (cls,), {"__call__": copy}))
 
+    watch: Watch | None = None
+    """Of the module's Python state, if it runs again."""
+
     def __reduce__(self) -> Any:
-        return _blank, (), self.__dict__
+        return _blank, (), {**self.__dict__, "watch": None}
 
     def __init__(self, module: nn.Module, name: str, conversion: Conversion) -> None:
         self.module = module
@@ -84,6 +88,7 @@ class ConvertedForward(entering.Entrant):
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
+        self.watch = self.watch or Watch(self.module)
         job = Job(
             self.name,
             self.module,
@@ -93,6 +98,8 @@ class ConvertedForward(entering.Entrant):
             packs=not HOOKS.runs_twice(frame),
             is_static=frame.is_static,
             key=self.conversion.key,
+            is_new=self.conversion.first,
+            watch=self.watch,
             probe=self._probe,
         )
         return recomputed(job, args, kwargs)

@@ -1,27 +1,31 @@
 """Modules that save only their packed inputs, and run again in backward: `store: recompute` (`on module:`),
 and `tile`, in slices.
 
-PyTorch's non-reentrant checkpoint runs a module again, under the random and autocast states of the first run.
-The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run must
-be like the first. So buffers are not updated a second time. A module that computes shapes, indices or
-branches from its input (the routing of a mixture of experts) gets that input back exactly.
+PyTorch's non-reentrant checkpoint runs a module again, under torch's random and autocast states of the first
+run. The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run
+must be like the first. So it sees the Python state of the first one, and leaves no changes of its own
+(`python_state`). A module that computes shapes, indices or branches from its input (the routing of a mixture
+of experts) gets that input back exactly.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.caches import without_new_caches
 from mesa_tune.conversion.choices import ChoiceDetector
-from mesa_tune.conversion.sliced import cut_of
+from mesa_tune.conversion.hooks import naming
+from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
+from mesa_tune.conversion.python_state.watch import Snapshot, Watch
+from mesa_tune.conversion.sliced import Arguments, Cut, cut_of, refuse_slices, warn_of_effect
 from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
@@ -37,8 +41,9 @@ class Job(NamedTuple):
     """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(args, kwargs)`.
 
     `packs`: its inputs are packed; else the surrounding hooks save them. `is_static` tells which tensors are
-    never encoded; `key` returns the noise key of the others. `probe`: as `plain`, without gradients, for a
-    run that is none of the model's.
+    never encoded; `key` returns the noise key of the others. `is_new`: not all layers of the model are known
+    yet. `watch`: of the module's Python state. `probe`: as `plain`, without gradients, for a run that is none
+    of the model's.
     """
 
     name: str
@@ -49,6 +54,8 @@ class Job(NamedTuple):
     packs: bool
     is_static: Callable[[Tensor], bool]
     key: Callable[[torch.device], Tensor]
+    is_new: bool
+    watch: Watch
     probe: Run
 
 
@@ -68,16 +75,59 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
         warn_once(f"mesa-tune: {job.name!r} does not run again: its cache has keys of an earlier forward.")
         return job.plain(*args, **kwargs)
     args, kwargs = given
-    tile, cut = job.spec.tile, None
-    if tile > 1:
-        cut = cut_of(job.module, job.name, tile, job.probe, args, kwargs)
-    if cut is None:
-        return _recomputed(job, args, kwargs)
-    outputs = []
-    for number, part in enumerate(cut.slices(tile)):
+    leaves, form = tree_flatten((args, kwargs))
+    before = job.watch.begin(leaves)
+    if job.watch.obstacle is not None:
+        warn_once(f"mesa-tune: {job.name!r} does not run again: nobody can put back {job.watch.obstacle}.")
+        return job.plain(*args, **kwargs)
+    cut = _cut(job, before, args, kwargs) if job.spec.tile > 1 else None
+    if cut is not None:
+        outputs = _in_slices(job, before, cut)
+        if outputs is not None:
+            return cut.joined(outputs)
+    output = _recomputed(job, before, (args, kwargs), leaves, form)
+    job.watch.end(before)
+    return output
+
+
+def _cut(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Cut | None:
+    """Return how the input of a module is cut into slices; None if it is not, with a warning."""
+    if has_foreign_hooks(job.watch.below):
+        warn_of_effect(job.name, "hooks inside it would run once per slice")
+        return None
+
+    @contextmanager
+    def leaving_nothing() -> Iterator[None]:
+        devices, _ = get_device_states(*tree_leaves((args, kwargs)))
+        with before.again(job.watch), torch.random.fork_rng(devices):
+            yield
+
+    return cut_of(job.module, job.name, job.spec.tile, job.probe, leaving_nothing, args, kwargs)
+
+
+def _in_slices(job: Job, before: Snapshot, cut: Cut) -> list[Any] | None:
+    """Return the outputs of slices; None, with a warning, where these change what the whole changes once.
+
+    The first slice may make a cache, which the others find.
+    """
+    random = torch.get_rng_state(), get_device_states(*cut.tensors)
+    first, *others = cut.slices(job.spec.tile)
+    outputs = [_recomputed(job, before, first, *tree_flatten(first))]
+    cached = job.watch.now()
+    for number, part in enumerate(others, 1):
         own_key = partial(_key_of_slice, job.key, number)
-        outputs.append(_recomputed(job._replace(key=own_key), *part))
-    return cut.joined(outputs)
+        outputs.append(_recomputed(job._replace(key=own_key), before, part, *tree_flatten(part)))
+    changed = any(map(cut.is_changed, (first, *others)))
+    effect = "a container in its arguments" if changed else job.watch.now().difference(cached)
+    if effect is None:
+        job.watch.end(before)
+        return outputs
+    outputs.clear()
+    before.undo()
+    torch.set_rng_state(random[0])
+    set_device_states(*random[1])
+    refuse_slices(job.module, job.name, f"each slice would change {effect}")
+    return None
 
 
 def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: torch.device) -> Tensor:
@@ -85,13 +135,17 @@ def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: to
     return key(device) + as_int64(number * 0xD6E8FEB86659FD93)
 
 
-def _recomputed(job: Job, args: Any, kwargs: Any) -> Any:
-    leaves, form = tree_flatten((args, kwargs))
+def _recomputed(job: Job, before: Snapshot, given: Arguments, leaves: Sequence[Any], form: TreeSpec) -> Any:
+    """Return the output for arguments, which are also given as `leaves` and their form."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
     # The first run saves others in place of tensors that it does not encode: only their number is checked.
     run_twice = partial(
-        checkpoint, _Body(job, form, detector), *leaves, use_reentrant=False, determinism_check="none"
+        checkpoint,
+        _Body(job, before, given, form, detector),
+        *leaves,
+        use_reentrant=False,
+        determinism_check="none",
     )
     if not job.packs:
         return run_twice()
@@ -108,19 +162,24 @@ def _recomputed(job: Job, args: Any, kwargs: Any) -> Any:
 
 
 class _Body:
-    """The function that the checkpoint runs twice, the first time under `detector`."""
+    """The function that the checkpoint runs twice, the first time under `detector`.
 
-    def __init__(self, job: Job, form: TreeSpec, detector: ChoiceDetector) -> None:
-        self.job, self.form, self.detector = job, form, detector
-        self.again = False
+    `first`: the arguments of that run. Containers in them are the caller's: the second run gets others.
+    """
+
+    def __init__(
+        self, job: Job, before: Snapshot, first: Arguments, form: TreeSpec, detector: ChoiceDetector
+    ) -> None:
+        self.job, self.before, self.form, self.detector = job, before, form, detector
+        self.first: Arguments | None = first
 
     def __call__(self, *leaves: Any) -> Any:
+        first, self.first = self.first, None
+        if first is not None:
+            with self.detector, saving_in_vain(), naming() if self.job.is_new else nullcontext():
+                return self.job.run(*first)
         args, kwargs = tree_unflatten(leaves, self.form)
-        again, self.again = self.again, True
-        if again:
-            with _spare_buffers(self.job.module):
-                return self.job.run(args, kwargs)
-        with self.detector, saving_in_vain():
+        with self.before.again(self.job.watch):
             return self.job.run(args, kwargs)
 
 
@@ -189,18 +248,3 @@ def input_row(tensor: Tensor) -> int:
     numbers must not have the range of a larger one.
     """
     return tensor.shape[-1] if tensor.dim() in (2, 3) else 0
-
-
-@contextmanager
-def _spare_buffers(module: nn.Module) -> Iterator[None]:
-    """Run the body on copies of the module's buffers."""
-    owners = [owner for owner in module.modules() if owner._buffers]
-    before = [dict(owner._buffers) for owner in owners]
-    for owner in owners:
-        for name, buffer in owner._buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for owner, buffers in zip(owners, before, strict=True):
-            owner._buffers.update(buffers)

@@ -2,12 +2,12 @@
 
 An MLP acts on each row of its input by itself, attention on each sample. So it may run on some of them after
 the others, and again in backward (as ALST's tiled MLP, arXiv 2506.13996). What is hard is that no code says
-so. Therefore the module first runs on two rows or samples of random numbers, together and apart. One whose
-results differ is not cut.
+so. Therefore the module first runs on two rows or samples of its input, together and apart. One whose results
+differ is not cut, and neither is one in which somebody's hooks would run once per slice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,8 +27,10 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 Shared = tuple[bool, ...]
 """Of each output of a module, flat, whether it is the same for all slices, not cut as they are."""
 
-_by_slices: WeakKeyDictionary[nn.Module, dict[int, Shared | None]] = WeakKeyDictionary()
-"""The outputs of modules for slices along a dimension; None where it does not act on each by itself."""
+_by_slices: WeakKeyDictionary[nn.Module, dict[int, Shared | str]] = WeakKeyDictionary()
+"""The outputs of modules for slices along a dimension, or why there are no slices."""
+
+_ALONE = "it does not act on each row or sample of its input by itself"
 
 
 class Cut(NamedTuple):
@@ -57,11 +59,21 @@ class Cut(NamedTuple):
         return [self._having(part) for part in zip(*parts, strict=True)]
 
     def pair(self) -> "Cut":
-        """Return arguments of two rows or samples of random numbers, with the first two of other tensors."""
-        x, *others = (tensor.narrow(self.dim, 0, 2) for tensor in self.tensors)
-        generator = torch.Generator(x.device).manual_seed(0)
-        random = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return self._replace(tensors=(random, *others))
+        """Return arguments of the first row or sample, and of the next that has another input."""
+        second = 1 if isinstance(self.tensors[0], FakeTensor) else self._other()
+
+        def picked(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor.narrow(self.dim, number, 1) for number in (0, second)], self.dim)
+
+        return self._replace(tensors=list(map(picked, self.tensors)))
+
+    def _other(self) -> int:
+        rows = self.tensors[0].detach().movedim(self.dim, 0)
+        return next((n for n in range(1, len(rows)) if not torch.equal(rows[n], rows[0])), 1)
+
+    def is_changed(self, part: Arguments) -> bool:
+        """Return whether a run has changed containers in the arguments of a slice."""
+        return tree_structure(part, is_leaf=_is_no_container) != self.form
 
     def whole(self) -> Arguments:
         """Return the arguments of all rows or samples."""
@@ -86,17 +98,23 @@ class Cut(NamedTuple):
 
 
 def cut_of(
-    module: nn.Module, name: str, count: int, run: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module,
+    name: str,
+    count: int,
+    run: Callable[..., Any],
+    trial: Callable[[], AbstractContextManager[None]],
+    args: Any,
+    kwargs: Any,
 ) -> Cut | None:
     """Return how the input of `module` is cut into `count` slices; None with a warning where it cannot be.
 
     The input, `(*, features)`, is the first tensor. It is cut along its first dimension, as are other tensors
     that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
-    tensor. `run` runs the module, and saves nothing.
+    tensor. `run` runs the module, and saves nothing; what it changes inside `trial` is put back.
     """
     cuts = _cuts(args, kwargs)
     if isinstance(cuts, str):
-        _warn_of_effect(name, cuts)
+        warn_of_effect(name, cuts)
         return None
     samples, *rows = cuts
     cut = rows[0] if rows and samples.size < count else samples
@@ -105,17 +123,23 @@ def cut_of(
     answers = _by_slices.setdefault(module, {})
     for each in cuts:  # also the other way, of other batch sizes: no step but the first is to differ
         if each.size > 1 and each.dim not in answers:
-            answers[each.dim] = _outputs(module, run, each.pair())
+            answers[each.dim] = _outputs(module, run, trial, each) or _ALONE
     shared = answers[cut.dim]
-    if shared is None:
-        _warn_of_effect(name, "it does not act on each row or sample of its input by itself")
+    if isinstance(shared, str):
+        warn_of_effect(name, shared)
         return None
     return cut._replace(shared=shared)
 
 
+def refuse_slices(module: nn.Module, name: str, why: str) -> None:
+    """Warn that `tile` of `module` has no effect, and cut it no more."""
+    _by_slices[module] = dict.fromkeys(_by_slices[module], why)
+    warn_of_effect(name, why)
+
+
 def has_slices(module: nn.Module) -> bool:
     """Return whether the module has run in slices, or could have."""
-    return any(shared is not None for shared in _by_slices.get(module, {}).values())
+    return any(not isinstance(shared, str) for shared in _by_slices.get(module, {}).values())
 
 
 def _cuts(args: Any, kwargs: Any) -> list[Cut] | str:
@@ -141,25 +165,34 @@ def _is_no_container(value: Any) -> bool:
     return type(value) not in (tuple, list, dict)
 
 
-def _warn_of_effect(name: str, why: str) -> None:
+def warn_of_effect(name: str, why: str) -> None:
+    """Warn that a module does not run in slices."""
     warn_once(f"mesa-tune: `tile` of {name!r} has no effect: {why}. It runs again as a whole.")
 
 
-def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | None:
-    """Return which outputs both rows or samples of `pair` share; None if they differ together and apart."""
+def _outputs(
+    module: nn.Module,
+    run: Callable[..., Any],
+    trial: Callable[[], AbstractContextManager[None]],
+    cut: Cut,
+) -> Shared | None:
+    """Return which outputs two rows or samples share; None if these differ together and apart."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None
+
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+        pair = cut.pair()
 
     def result(arguments: Arguments) -> list[Any]:
         args, kwargs = arguments
         return tree_leaves(run(*args, **kwargs))
 
-    with torch.no_grad(), _without_dropout(module):
+    with trial(), torch.no_grad(), _without_dropout(module):
         try:
             together, *apart = map(result, (pair.whole(), *pair.slices(2)))
-        except (RuntimeError, ValueError):
-            return None  # another tensor's first dimension was none of samples
-    with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+        except Exception:  # noqa: BLE001 - whatever it is, of two samples the module does not run
+            return None
+    with torch._C.DisableTorchFunction():
         return _shared(pair, together, *apart)
 
 

@@ -21,8 +21,10 @@ from torch._C import _autograd
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import STATEFUL, Spec
+from mesa_tune.compiling import with_side_effects
 from mesa_tune.engine import sums
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.call import Call
@@ -241,6 +243,8 @@ class RoutingMode(TorchFunctionMode):
             func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
         elif func is torch.Tensor.norm:
             func = torch.norm  # a method in Python, which tracing does not find in a table
+        elif func is checkpoint and args:
+            return func(partial(with_side_effects, _without_mode, args[0]), *args[1:], **kwargs)
         traced = state.frames[-1].traced
         count = len(traced)
         route = self.routes.get(func)
@@ -352,6 +356,15 @@ class RoutingMode(TorchFunctionMode):
 
         with torch.autograd.graph.saved_tensors_hooks(shown, top[1]):
             yield
+
+
+def _without_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a checkpointed function in traced code: the mode is off in it, so its modules enter it again."""
+    state.active = False
+    try:
+        return function(*args, **kwargs)
+    finally:
+        state.active = True
 
 
 # torch.compile inlines the mode's method where it traces a call, and leaves it and its calls alone elsewhere.

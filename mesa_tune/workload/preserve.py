@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mesa_tune.conversion import revert
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.model import conversion_of, install
+from mesa_tune.conversion.python_state.watch import undone
 
 
 @contextmanager
@@ -21,7 +22,8 @@ def preserved(
 ) -> Iterator[Callable[[], None]]:
     """Revert the conversion of `model` for the body, and restore everything afterwards.
 
-    That is: parameters, buffers, gradients, training modes, optimizer state, conversion and random states.
+    That is: parameters, buffers, gradients, training modes, optimizer state, conversion, random states and
+    what modules have in attributes and other variables.
     The body may train and convert the model. The context yields a function that restores the parameters
     alone, and drops gradients: a buffer may record that the first step is over. `again`: builds a model with
     the parameters that `model` has now; without it they are copied, those of a GPU to the host.
@@ -40,7 +42,7 @@ def preserved(
             parameter.grad = None  # before a second model takes memory
         _restore(parameters, again().parameters() if again else values)
 
-    with preserved_random_states():
+    with preserved_random_states(), undone(model):
         try:
             yield restore
         finally:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mesa_tune.conversion.python_state.watch import undone
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context
 from mesa_tune.workload.user_code import seeded
@@ -101,7 +102,7 @@ def undisturbed(model: nn.Module, seed: int, device: str, *, parameters: bool = 
     changed = [*model.buffers(), *(model.parameters() if parameters else ())]
     saved = [(tensor, tensor.detach().clone()) for tensor in changed]
     try:
-        with seeded(seed, device):
+        with undone(model), seeded(seed, device):
             yield
     finally:
         for owner, buffers in owners:
