@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError, RunError, WorkloadError
+from mesa_tune.estimation import _largest
 from mesa_tune.profiler.bytes_only import bytes_only_profile
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
@@ -185,6 +186,17 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert estimated.largest_batch("1kB") == 0
     assert estimated.fits(estimated.needed_bytes)
     assert not estimated.fits(estimated.needed_bytes - 1)
+
+
+def test_the_largest_batch_is_found_in_few_steps_where_bytes_grow_evenly() -> None:
+    sizes: list[int] = []
+
+    def needed(size: int) -> int:
+        sizes.append(size)
+        return 1000 + 7 * size
+
+    assert _largest(needed, 70_000, start=20_000) == (70_000 - 1000) // 7
+    assert len(sizes) <= 5  # 17 by halves
 
 
 def test_limits_are_amounts() -> None:

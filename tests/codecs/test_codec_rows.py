@@ -46,6 +46,12 @@ def test_a_small_matrix_by_hand() -> None:
     torch.testing.assert_close(drawn, torch.where(stored[..., None], x / chances[:, None], 0.0))
 
 
+@pytest.mark.parametrize("shape", [(), (9,)], ids=str)
+def test_a_vector_is_one_row(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    assert torch.equal(decoded(x, sampled(0.7, store="exact"), 3), x)
+
+
 def test_rows_that_are_large_enough_are_stored_for_certain_and_as_they_are() -> None:
     x = torch.randn(50, 8)
     x[[7, 31]] *= 1000

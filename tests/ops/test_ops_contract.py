@@ -42,6 +42,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def test_no_key_of_rounding_noise_repeats() -> None:
+    """Steps of an odd number visit all 2⁶⁴ keys."""
+    assert ops.NOISE_STEP % 2 == 1
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_opcheck(call: str) -> None:
     op = getattr(torch.ops.mesa_tune, call.split(maxsplit=1)[0]).default
