@@ -1,7 +1,8 @@
 """The command line: the list of commands, and how errors are reported.
 
-Exit statuses: 0 success; 1 a MesaTuneError or a bad value, with at most three lines on standard error;
-2 an unknown option or command; 130 Ctrl-C. `--debug` shows the traceback instead of the lines.
+Exit statuses: 0 success; 1 an error, the user's code's and our own faults included, or a bad value, with at
+most three lines on standard error; 2 an unknown option or command; 130 Ctrl-C. `--debug` shows the traceback
+instead of the lines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +20,7 @@ import typer
 
 from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
 from mesa_tune.commands.guide.state import state_of
-from mesa_tune.errors import BudgetError, MesaTuneError, RunError, typed_options
+from mesa_tune.errors import BudgetError, MesaTuneError, typed_options
 from mesa_tune.runs.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
@@ -45,24 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run `mesa-tune` with `arguments`, print any error on standard error, and return the exit status."""
     try:
-        with running(arguments), typed_options():
+        with running(arguments), typed_options(), nullcontext() if _debug(arguments) else _no_tracebacks():
             return _dispatch(list(arguments))
-    except (MesaTuneError, OSError) as error:
-        if "--debug" in arguments:
-            raise
-        explained = _explained(error)
-        print(f"error: {explained}", file=sys.stderr)
-        return explained.exit_status
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130
-    except (MemoryError, RuntimeError) as error:
-        from mesa_tune.workload.user_code import is_out_of_memory
-
-        if "--debug" in arguments or not is_out_of_memory(error):
+    except BaseException as error:
+        if _debug(arguments) or (isinstance(error, SystemExit) and not _raised_by_user(error)):
             raise
-        print("error: out of memory\nfree some, or profile with a smaller --batch-size", file=sys.stderr)
-        return 1
+        lines = _explained(error).splitlines()[:3]
+        print("error: " + "\n".join(lines), file=sys.stderr)
+        return error.exit_status if isinstance(error, MesaTuneError) else 1
 
 
 def application() -> typer.Typer:
@@ -101,10 +96,18 @@ def _dispatch(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _own(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments before `--`, after which those of a script stand."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def _debug(arguments: Sequence[str]) -> bool:
+    return "--debug" in _own(arguments)
+
+
 def _require_whole_amounts(arguments: list[str]) -> None:
     """Raise BudgetError for an amount in two words, such as `--budget 24 MB`."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if split := _SPLIT_AMOUNT.search("\0".join(own)):
+    if split := _SPLIT_AMOUNT.search("\0".join(_own(arguments))):
         option, number, unit = split.groups()
         raise BudgetError(
             f"{option} {number} {unit}: the shell makes two words of it\n"
@@ -130,11 +133,41 @@ def _plain_warnings() -> Iterator[None]:
         yield
 
 
-def _explained(error: MesaTuneError | OSError) -> MesaTuneError:
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Print one warning in place of the traceback of an error in `__del__` or in a thread."""
+
+    def show(error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            print(f"warning: {_explained(error).splitlines()[0]}", file=sys.stderr)
+
+    before = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = lambda raised: show(raised.exc_value)
+    threading.excepthook = lambda raised: show(raised.exc_value)
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = before
+
+
+def _raised_by_user(error: BaseException) -> bool:
+    from mesa_tune.workload.user_code import raised_by_user
+
+    return raised_by_user(error)
+
+
+def _explained(error: BaseException) -> str:
+    """Return what an error says, with its remedy."""
     if isinstance(error, MesaTuneError):
-        return error
+        return str(error)
+    from mesa_tune.workload.user_code import is_out_of_memory, unexplained
+
+    if is_out_of_memory(error):
+        return "out of memory\nfree some, or profile with a smaller --batch-size"
+    if not isinstance(error, OSError):
+        return unexplained(error)
     path = f"{error.filename}: " if error.filename else ""
-    return RunError(
+    return (
         f"{path}{error.strerror or error}\n"
         "check that the path can be read and written and that the disk has room; --debug shows the traceback"
     )

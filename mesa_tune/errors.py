@@ -22,6 +22,11 @@ def typed_options() -> Iterator[None]:
         _typed.reset(token)
 
 
+def typed() -> bool:
+    """Return True inside `typed_options`: the error reaches somebody who types commands."""
+    return _typed.get()
+
+
 def options(*names: str, **values: object) -> str:
     """Return options as the user writes them: `--max-saved 1GB` of a command, else `max_saved="1GB"`.
 

@@ -348,8 +348,13 @@ class Functions(nn.Module):
         return F.gelu(F.softmax(scores, dim=-1) @ h)
 
 
+def only_hooked(x: Tensor) -> Tensor:
+    """A function without a formula, which saves a tensor like its input."""
+    return torch.lerp(x, -x, x.detach())
+
+
 class Product(nn.Module):
-    """One activation moved towards another, and an inverse hyperbolic sine: only hooks reach these."""
+    """One activation moved towards another, twice: only hooks reach these."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -357,7 +362,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.a(x)
-        return torch.lerp(a, self.b(x).asinh(), a)
+        return torch.lerp(a, only_hooked(self.b(x)), a)
 
 
 class Reused(nn.Module):

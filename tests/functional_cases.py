@@ -189,6 +189,7 @@ _sdpa = F.scaled_dot_product_attention
 _CURVES: tuple[Any, ...] = (
     *(F.gelu, F.relu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.logsigmoid, F.softsign, F.tanhshrink),
     *(F.selu, F.hardshrink, torch.tanh, torch.exp, torch.square, torch.sin, torch.cos, torch.erf, torch.abs),
+    *(torch.erfc, torch.atan, torch.asinh),
 )
 
 CASES: dict[str, Case] = {

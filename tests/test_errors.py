@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,10 @@ def test_what_a_caller_in_python_can_write(request_: dict[str, object]) -> None:
     assert "--" not in str(caught.value)
     with typed_options(), pytest.raises(mt.BudgetError, match=" --"):
         mt.search_policy(profile, trials=0, **request_)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_users_code_in_python_speaks_of_no_option(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("raise ValueError('no')")
+    with pytest.raises(mt.WorkloadError, match="the model file raised ValueError: no") as caught:
+        mt.Workload.load(tmp_path / "model.py")
+    assert "--" not in str(caught.value)

@@ -165,7 +165,7 @@ def _spellings(kind: str) -> Routes:
 
 
 _FUNCTIONAL = ("mish", "hardswish", "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "selu")
-_SPELLED = ("tanh", "sigmoid", "exp", "expm1", "square", "sin", "cos", "erf")
+_SPELLED = ("tanh", "sigmoid", "exp", "expm1", "square", "sin", "cos", "erf", "erfc", "atan", "asinh")
 ROUTES: Routes = {
     F.gelu: Route("gelu", "gelu", gelu),
     F.silu: Route("silu", "silu", partial(simple, "silu")),
@@ -179,6 +179,9 @@ ROUTES: Routes = {
     torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
     torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid")),
     torch.special.erf: Route("erf", "pointwise", partial(simple, "erf")),
+    torch.special.erfc: Route("erfc", "pointwise", partial(simple, "erfc")),
+    **Route("atan", "pointwise", partial(simple, "atan")).spelled("arctan"),
+    **Route("asinh", "pointwise", partial(simple, "asinh")).spelled("arcsinh"),
     **Route("pow", "pointwise", power).spelled("pow"),
     Tensor.__pow__: Route("pow", "pointwise", power),
     Tensor.__rpow__: Route("pow", "pointwise", base_of),

@@ -13,6 +13,9 @@ Some save a tensor that a neighbour saves as well, since one copy of it costs le
   save y. The derivatives y (1 − y) and 1 − y² fall short by the variance of the rounding, at most
   (range / (levels − 1))² / 4: of 1, at most 0.0045 at 4 bits and 0.11 at 2.
 
+Those that are flat at ±Inf (`erf`, `erfc`, `atan`, `asinh`) must save the derivative, which is 0 there: an
+infinite input itself would come back as NaN.
+
 A derivative with a pole (`sqrt`, `rsqrt`, `reciprocal`, `log`, powers below 1) is no number to round together
 with others: of √(x² + 1e-6), a robust loss, the gradient error was 0.05 at 8 bits and 4 at 4 bits. These
 functions have no formula and stay exact (Rule 10).
@@ -111,6 +114,9 @@ CURVES: dict[str, Curve] = {
     "sin": Curve(torch.sin, None, lambda x, y: x.cos()),
     "cos": Curve(torch.cos, None, lambda x, y: x.sin().neg_()),
     "erf": Curve(torch.erf, None, lambda x, y: x.square().neg_().exp_().mul_(2 / sqrt(pi))),
+    "erfc": Curve(torch.erfc, None, lambda x, y: x.square().neg_().exp_().mul_(-2 / sqrt(pi))),
+    "atan": Curve(torch.atan, None, lambda x, y: x.square().add_(1).reciprocal_()),
+    "asinh": Curve(torch.asinh, None, lambda x, y: x.square().add_(1).rsqrt_()),
 }
 
 BOUNDED = frozenset(CURVES) - {"exp", "expm1", "square", "pow", "base", "sin", "cos"}

@@ -10,21 +10,24 @@ import hashlib
 import inspect
 import linecache
 import random
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mesa_tune.errors import MesaTuneError, WorkloadError
+from mesa_tune.errors import MesaTuneError, WorkloadError, typed
 
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 _LONGEST = 300
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+_OURS = "this is a fault of mesa-tune: please report it, with the traceback that --debug shows"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -33,7 +36,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error).lower()
+    text = _text(error).lower()
     by_text = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
     return by_text or is_out_of_memory(error.__cause__)
 
@@ -64,16 +67,14 @@ class explaining:  # noqa: N801 - reads as a statement: `with explaining(...)`
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # SystemExit too: a model file that calls sys.exit() must not end the profile with success.
-        if not isinstance(error, (Exception, SystemExit)) or isinstance(error, MesaTuneError):
+        if error is None or isinstance(error, (MesaTuneError, KeyboardInterrupt, GeneratorExit)):
             return
         if not is_out_of_memory(error):
             raise WorkloadError(self._message(error, trace)) from error
 
     def _message(self, error: BaseException, trace: TracebackType | None) -> str:
         file, line = self._location(trace)
-        source = linecache.getline(file, line).strip()
-        what = f"{_shown(file)}:{line}: {self.name} raised {type(error).__name__}: {first_line(error)}"
-        return "\n".join([what, *([f"    {source}"] if source else []), _remedy(error)])
+        return _three_lines(file, line, f"{self.name} raised", error, _remedy(error))
 
     def _location(self, trace: TracebackType | None) -> tuple[str, int]:
         """Return the innermost line of the user's file in the traceback, or the first of the function."""
@@ -101,9 +102,61 @@ def located(function: Callable[..., Any], path: Path | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of `error`, cut at 300 characters."""
-    lines = str(error).strip().splitlines() or ["(no message)"]
-    return lines[0] if len(lines[0]) <= _LONGEST else lines[0][:_LONGEST] + "…"
+    """Return the first line of the message of `error`, cut at 300 characters.
+
+    Of a message that has a traceback, as that of a DataLoader's worker, it is the last line.
+    """
+    text = _text(error).strip()
+    lines = text.splitlines() or ["(no message)"]
+    line = lines[-1] if "Traceback (most recent call last)" in text else lines[0]
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the user's own class
+        return ""
+
+
+def raised_by_user(error: BaseException) -> bool:
+    """Return True if the innermost frame of `error` that is not of installed code is the user's."""
+    frame = _own_frame(error)
+    return frame is not None and not _is_ours(frame[0])
+
+
+def unexplained(error: BaseException) -> str:
+    """Return at most three lines about an error that the command line did not expect.
+
+    They name the user's file and line, or say that it is a fault of mesa-tune.
+    """
+    found = _own_frame(error)
+    if found is None:
+        return f"{type(error).__name__}: {first_line(error)}\n{_OURS}"
+    frame, line = found
+    remedy = _OURS if _is_ours(frame) else "--debug shows the whole traceback"
+    return _three_lines(frame.f_code.co_filename, line, "raised", error, remedy)
+
+
+def _three_lines(file: str, line: int, raised: str, error: BaseException, remedy: str) -> str:
+    """Return where and what, the line of source if there is one, and the remedy if there is one."""
+    source = linecache.getline(file, line).strip()
+    what = f"{_shown(file)}:{line}: {raised} {type(error).__name__}: {first_line(error)}"
+    return "\n".join([what, *([f"    {source}"] if source else []), *([remedy] if remedy else [])])
+
+
+def _own_frame(error: BaseException) -> tuple[FrameType, int] | None:
+    """Return the innermost frame, and its line, that is in a file of the user or of mesa-tune."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return next((each for each in reversed(frames) if _is_ours(each[0]) or not _is_installed(each[0])), None)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "mesa_tune"
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_INSTALLED)
 
 
 @contextmanager
@@ -140,13 +193,13 @@ def _shown(file: str) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    if any(phrase in str(error) for phrase in ("same device", "expected device")):
+    if any(phrase in _text(error) for phrase in ("same device", "expected device")):
         return "make new tensors where the batch is: torch.zeros(…, device=images.device)"
-    if "saved tensor hooks" in str(error):
+    if "saved tensor hooks" in _text(error):
         return (
             "what a step saves is measured by such hooks: leave this part out of loss() "
             "(a converted model runs it uncompressed)"
         )
     if lacks_values(error):
         return "without values its bytes cannot be known: profile it with real steps (no --bytes-only)"
-    return "--debug shows the whole traceback"
+    return "--debug shows the whole traceback" if typed() else ""

@@ -100,13 +100,75 @@ def test_a_policy_in_the_place_of_an_option_is_answered(capsys: Capture) -> None
     assert "a policy is an option: --policy other.txt\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "error"), [([], ZeroDivisionError), (["--debug"], MesaTuneError)])
-def test_bugs_and_with_debug_all_errors_have_a_traceback(
-    options: list[str], error: type[Exception], monkeypatch: Patch
-) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, MesaTuneError])
+def test_with_debug_an_error_has_a_traceback(error: type[Exception], monkeypatch: Patch) -> None:
     fails_with(error("x"), monkeypatch)
     with pytest.raises(error):
-        cli.run(["search", *options])
+        cli.run(["search", "--debug"])
+    assert cli.run(["profile", "--", "train.py", "--debug"]) == 1
+
+
+def test_an_error_of_our_own_is_said_to_be_a_fault_of_mesa_tune(monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setattr(cli, "application", {}.popitem)
+    assert cli.run(["search"]) == 1
+    where, source, what = capsys.readouterr().err.splitlines()
+    assert "cli.py:" in where
+    assert "raised KeyError: 'popitem(): dictionary is empty'" in where
+    assert "application()" in source
+    assert "a fault of mesa-tune: please report it, with the traceback that --debug shows" in what
+
+
+MODEL = """
+from torch import nn
+import torch
+def model(): return nn.Linear(4, 4)
+def batch(size): return torch.randn(size, 4)
+def loss(model, batch): return model(batch).square().mean()
+def fail(*_): {statement}
+"""
+STATEMENTS = {
+    "no message": ("raise KeyError", "raised KeyError: (no message)"),
+    "a long message": (r"raise ValueError('no\n' * 99 + 9999 * 'x')", "raised ValueError: no"),
+    "exit": ("raise SystemExit(0)", "raised SystemExit: 0"),
+    "recursion": ("fail()", "raised RecursionError: maximum recursion"),
+    "no Exception": ("raise type('Stop', (BaseException,), {})", "raised Stop: (no message)"),
+    "broken text": ("raise type('Mute', (ValueError,), {'__str__': None})", "raised Mute: (no message)"),
+    "a missing file": ("open('nowhere')", "raised FileNotFoundError"),
+}
+PLACES = {
+    "import": "fail()",
+    "model": "def model(): fail()",
+    "batch": "def batch(size): fail()",
+    "loss": "def loss(model, batch): fail()",
+    "optimizer": "def optimizer(parameters): fail()",
+    "step": "def step(model, batch, optimizer): fail()",
+    "backward": "def loss(model, batch): out = model(batch); out.register_hook(fail); return out.mean()",
+    "parameters": "def model(): return type('M', (nn.Linear,), {'named_parameters': fail})(4, 4)",
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*((place, "no message") for place in PLACES), *(("loss", kind) for kind in STATEMENTS)],
+)
+def test_an_error_of_the_users_code_ends_in_three_lines(place: str, kind: str, capsys: Capture) -> None:
+    statement, said = STATEMENTS[kind]
+    Path("model.py").write_text(MODEL.format(statement=statement) + PLACES[place])
+    assert cli.run(["profile", "model.py", "--fast", "--batch-size", "2", "--device", "cpu"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 3
+    assert lines[0].startswith("error: model.py:7: ")
+    assert said in lines[0]
+    assert max(map(len, lines)) < 500
+    assert "fault of mesa-tune" not in lines[-1]
+
+
+def test_an_error_in_del_is_one_warning(capsys: Capture) -> None:
+    Path("model.py").write_text(
+        MODEL.format(statement="raise KeyError") + "type('D', (), {'__del__': fail})()"
+    )
+    assert cli.run(["profile", "model.py", "--bytes-only", "--batch-size", "2", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == "warning: model.py:7: raised KeyError: (no message)\n"
 
 
 def test_ctrl_c_inside_a_command_reaches_us(monkeypatch: Patch) -> None:

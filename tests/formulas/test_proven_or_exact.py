@@ -214,3 +214,19 @@ def test_rows_of_zeros_stay_zeros_where_one_half_gates_the_other(store: str, lev
     for seed in range(3):
         found = gradients(mt.convert(copy.deepcopy(model), policy, seed=seed), x)
         assert float((found - right).square().sum() / right.square().sum()) < 64 / (level - 1) ** 2
+
+
+@pytest.mark.parametrize("name", ["atan", "arctan", "asinh", "arcsinh", "erf", "erfc", "tanh", "sigmoid"])
+def test_a_gradient_that_is_zero_at_infinity_stays_zero(name: str) -> None:
+    function = getattr(torch, name)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    x[0, :4] = torch.inf
+    x[1, :4] = -torch.inf
+    model = mt.convert(Calling(lambda h: function(1 * h)), mt.Policy.uniform(level=256))
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    model(inputs[0]).sum().backward()
+    function(inputs[1]).sum().backward()
+    found, plain = (each.grad for each in inputs)
+    assert found is not None
+    torch.testing.assert_close(found, plain, atol=0.02, rtol=0)
+    assert (found[:2, :4] == 0).all()

@@ -24,7 +24,8 @@ WIDTH, CLASSES = 64, 96
 
 def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
     # No formula for both: the first saves floats, the second where each maximum was.
-    highest = model(batch[0]).asinh().cummax(-1).values
+    logits = model(batch[0])
+    highest = torch.lerp(logits, -logits, logits).cummax(-1).values
     # Cutting a column off copies the class numbers, which are born in the step.
     return (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
 
@@ -57,7 +58,7 @@ def test_saved_bytes_with_whole_numbers_are_those_of_a_real_step(
 
 
 def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
-    assert {"loss.asinh.0", "loss.cummax.0"} & set(profile.timeline.hooked)
+    assert {"loss.lerp.0", "loss.cummax.0"} & set(profile.timeline.hooked)
     one_bit = profile.predict(mt.Policy.uniform(level=2))
     assert one_bit.saved_bytes > 8 * 16 * 20 * CLASSES
 

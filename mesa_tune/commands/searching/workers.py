@@ -100,7 +100,7 @@ def interruptible() -> Iterator[None]:
 
 def _work(study: str, job: Job) -> None:
     """Work on the study in a process of its own."""
-    from mesa_tune.workload.user_code import is_out_of_memory
+    from mesa_tune.workload.user_code import is_out_of_memory, unexplained
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what Ctrl-C stops
     _end_with_the_command()
@@ -112,10 +112,9 @@ def _work(study: str, job: Job) -> None:
     except (MesaTuneError, OSError) as error:
         print(f"warning: a worker stopped: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        print("warning: a worker stopped: out of memory\ntake fewer --workers", file=sys.stderr, flush=True)
+    except Exception as error:  # noqa: BLE001 - the command has no traceback of another process
+        why = "out of memory\ntake fewer --workers" if is_out_of_memory(error) else unexplained(error)
+        print(f"warning: a worker stopped: {why}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -62,7 +62,7 @@ class Recording:
         others = [other.detach() for other in loss.others]
         if self.loss is None:
             self.constant = [False] * len(others)
-        elif self.loss.functions != loss.functions:
+        elif self.loss.statements != loss.statements:
             raise RunError(
                 "the loss of the script differs from step to step\n"
                 "`mesa-tune init` writes a file to put it into"
@@ -70,7 +70,14 @@ class Recording:
         else:
             self.constant = [one is other for one, other in zip(self.loss.others, loss.others, strict=True)]
         self.loss = loss
-        self.batches.append({**inputs, "others": [other.cpu().clone() for other in others]})
+        others = [other.cpu().clone() for other in others]
+        self.batches.append({**inputs, "others": others, "numbers": loss.numbers})
+
+    @property
+    def varying(self) -> list[int]:
+        """The positions of those numbers in the loss that differ from batch to batch."""
+        columns = zip(*(batch["numbers"] for batch in self.batches), strict=True)
+        return [index for index, column in enumerate(columns) if len(set(column)) > 1]
 
 
 def write(recording: Recording, folder: Path, name: str) -> None:
@@ -82,7 +89,7 @@ def write(recording: Recording, folder: Path, name: str) -> None:
     model, batches = f"{stem}-model.pt", f"{stem}-batches.pt"
     others = _Others(recording)
     _pickle(_plain(recording.model), folder / model)
-    names = [*_script_names(folder / model), *_optimizer_names(recording)]
+    names = [*_script_names(folder / model), *_optimizer_names(recording), *_loss_names(recording)]
     while True:
         found = definitions(names, recording.file) if names else Definitions([], [], {})
         values = {key: value for key, value in found.values.items() if not _is_literal(value)}
@@ -93,7 +100,7 @@ def write(recording: Recording, folder: Path, name: str) -> None:
         names += further
     digest = digest_of(folder / model, folder / batches)[:16]
     opened = f"Recorded(globals(), {', '.join(map(quoted, (model, batches, digest)))})"
-    local = _local_modules(recording, folder / model, folder / batches)
+    local = sorted({*_local_modules(recording, folder / model, folder / batches), *_loss_modules(recording)})
     text = _source(recording, found, others, opened, local)
     (folder / name).write_text(text, "utf-8")
 
@@ -135,7 +142,8 @@ class _Others:
         for other, kind in zip(batch["others"], self.kinds, strict=True):
             grouped = other.unflatten(0, (size, -1)) if kind.startswith(".") else other
             others.append(other.unsqueeze(0) if kind == "[0]" else grouped)
-        return {**batch, "others": others}
+        numbers = [batch["numbers"][index] for index in self.recording.varying]
+        return {**batch, "others": others, "numbers": numbers}
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -189,6 +197,20 @@ def _local_modules(recording: Recording, *paths: Path) -> list[str]:
 def _optimizer_names(recording: Recording) -> list[str]:
     kind = type(unwrapped(recording.optimizer))
     return [kind.__qualname__] if kind.__module__ == SCRIPT else []
+
+
+def _loss_names(recording: Recording) -> list[str]:
+    """Return the names of the script's own autograd functions that its loss applies."""
+    assert recording.loss is not None
+    return [
+        kind.__qualname__.partition(".")[0] for kind in recording.loss.classes if kind.__module__ == SCRIPT
+    ]
+
+
+def _loss_modules(recording: Recording) -> set[str]:
+    """Return the modules of the other autograd functions that the loss applies."""
+    assert recording.loss is not None
+    return {kind.__module__ for kind in recording.loss.classes} - {SCRIPT}
 
 
 def _is_literal(value: Any) -> bool:
@@ -249,12 +271,15 @@ def _loss(recording: Recording, others: _Others) -> str:
         for key, stars in (("args", "*"), ("kwargs", "**"))
         if recording.batches[0][key]
     )
+    varying = recording.varying
+    *lines, value = recording.loss.written(varying)
     lines = [
         '"""Return the loss, by the calls that the script made with the output of its model."""',
         f"output = model({call})",
         *([f"others = [{', '.join(others.expressions)}]"] if others.expressions else []),
-        *recording.loss.lines,
-        f"return {recording.loss.value}",
+        *(['numbers = batch["numbers"]'] if varying else []),
+        *lines,
+        f"return {value}",
     ]
     return "\ndef loss(model, batch):\n    " + "\n    ".join(lines)
 

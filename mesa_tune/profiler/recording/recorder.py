@@ -123,7 +123,8 @@ class Recorder(Watcher):
         loss = call.outputs[0]
         if self.scaled is not None and loss is self.scaled[1]:
             loss, self.recording.scaler = self.scaled[0], True
-        source = calls.source(self.inputs, self.output, loss, self.recording.accumulation)
+        recording = self.recording
+        source = calls.source(self.inputs, self.output, loss, recording.accumulation, recording.model)
         self.recording.add(self.copied, source)
         self.inputs = self.copied = self.output = self.scaled = None
 

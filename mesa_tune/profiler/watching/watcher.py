@@ -25,6 +25,7 @@ from mesa_tune.errors import MesaTuneError, RunError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms, require_unconverted
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watch_optimizers, watching_backwards
+from mesa_tune.workload.user_code import unexplained
 
 Arguments = ParamSpec("Arguments")
 
@@ -45,8 +46,11 @@ def harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
             method(*args, **kwargs)
         except MesaTuneError as error:
             watcher.end(str(error))
-        except Exception:  # noqa: BLE001 - the script must go on
-            watcher.end(f"the script's step could not be observed\n{traceback.format_exc()}")
+        except Exception as error:  # noqa: BLE001 - the script must go on
+            # Without --debug the command prints the first three lines.
+            watcher.end(
+                f"the script's step could not be observed: {unexplained(error)}\n{traceback.format_exc()}"
+            )
 
     return run
 
