@@ -176,8 +176,12 @@ def is_packed(tensor: Tensor, spec: Spec, layer: str, element_size: int | None =
 
 
 def warn_of_refusal(packing: Packing, layer: str) -> None:
-    """Warn if the codec refuses a tensor of `layer` (Rule 9)."""
-    if packing.refusal is not None:
+    """Warn if the codec refuses a tensor of `layer` (Rule 9): of a dtype that none takes, once for all."""
+    if packing.refusal is not None and packing.dtype not in ops.DTYPES:
+        warn_once(
+            f"mesa-tune: tensors of {packing.dtype} stay uncompressed: only those of float32 and 16 bits are."
+        )
+    elif packing.refusal is not None:
         warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {packing.refusal}.")
 
 

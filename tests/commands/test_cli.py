@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mesa_tune import cli
+from mesa_tune import cli, notice
 from mesa_tune.commands import doctor as doctor_module
 from mesa_tune.commands.common import Output, format_table
 from mesa_tune.errors import BudgetError, MesaTuneError
@@ -288,3 +288,18 @@ def test_a_document_is_whole_json(capsys: Capture) -> None:
 def test_a_table_is_aligned() -> None:
     lines = format_table(["layer", "bytes"], [["blocks.0", "1"], ["head", "1,000"]])
     assert lines == ["layer     bytes", "blocks.0      1", "head      1,000"]
+
+
+def test_a_float64_model_has_one_warning_and_nothing_to_search(capsys: Capture) -> None:
+    Path("model.py").write_text(
+        "from torch import float64, nn, randn\n"
+        "def model(): return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)).double()\n"
+        "def batch(size): return randn(size, 64, dtype=float64)\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+    )
+    notice._given.clear()
+    assert cli.run(["profile", "model.py", "--fast", "--batch-size", "32", "--device", "cpu"]) == 0
+    warned = capsys.readouterr().err
+    assert warned.count("warning: ") == warned.count("tensors of torch.float64 stay uncompressed") == 1
+    assert cli.run(["search", "--budget", "60%", "--trials", "0"]) == 1
+    assert "all that its layers save is float64, which stays exact" in capsys.readouterr().err
