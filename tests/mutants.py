@@ -13,7 +13,7 @@ mutant there may survive although a test would notice it. The results are `bench
 
 Label `after` has the tests once they were trimmed, `before` those of ee46411. Of `before` only the 79 mutants
 that survived `after` were tried: all at once, on the tests that the trim changed or removed; those that made
-a test fail, then alone. Of the tests marked slow only those of kernels, codecs, search and reports ran.
+a test fail, then alone. Those of the sweeps and eight slow ones of other rooms were not run.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def test_exact_is_disabled_or_stored_exactly() -> None:
         (LayerSettings(drop=0.9, store="exact"), LayerSettings(store="exact")),
         (LayerSettings(level=4, rows=0.1), LayerSettings()),
         (LayerSettings(rows=0.1, store="exact"), LayerSettings(store="exact")),
-        (LayerSettings(store="offload"), LayerSettings(store="offload")),
+        # A string of its own, as read from a file.
+        (LayerSettings(level=4, store="OFFLOAD".lower()), LayerSettings(level=4, store="offload")),
         (EXACT, EXACT),
     ],
     ids=lambda layer: layer.label,
