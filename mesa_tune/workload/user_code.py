@@ -67,7 +67,7 @@ class explaining:  # noqa: N801 - reads as a statement: `with explaining(...)`
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # SystemExit too: a model file that calls sys.exit() must not end the profile with success.
-        if error is None or isinstance(error, (MesaTuneError, KeyboardInterrupt, GeneratorExit)):
+        if not isinstance(error, (Exception, SystemExit)) or isinstance(error, MesaTuneError):
             return
         if not is_out_of_memory(error):
             raise WorkloadError(self._message(error, trace)) from error
