@@ -186,9 +186,12 @@ class PriceTable:
         return ratios
 
     def mean_ratio(self, settings: LayerSettings) -> float:
-        """Return the mean noise ratio of all layers that err, if all have `settings`; 0 if none does."""
+        """Return the mean noise ratio of all layers that err and can have `settings`; 0 if none does."""
         ratios = self.by_layer(dict.fromkeys(self.names, settings), NO_DERIVATIONS)
-        known = ratios[ratios > 0]
+        rows = [kind.rows for kind in self.kinds if kind.used(settings) == settings]
+        can = np.concatenate([_ints(()), *rows])
+        known = ratios[can[can < len(ratios)]]
+        known = known[known > 0]
         return float(known.mean()) if known.size else 0.0
 
     def _priced(self, numbers: Ints, active: ActiveDerivations) -> Floats:
@@ -293,10 +296,13 @@ class _Kind:
                 target[position, _MS:] = option.ms, option.encode_ms, tie.ratio(position)
         return _Kind(_ints(numbers), example, values, *flags)
 
+    def used(self, settings: LayerSettings) -> LayerSettings:
+        """Return the settings that take effect."""
+        return possible(settings, LayerTraits(self.hooked, False, 0, self.samples, self.valued))
+
     def under(self, settings: LayerSettings, interaction: Mapping[int, float]) -> Floats:
         """Return the prices of the rows under `settings`; shape [2, rows, batches + 4]."""
-        settings = possible(settings, LayerTraits(self.hooked, False, 0, self.samples, self.valued))
-        stored = stored_as(settings)
+        stored = stored_as(self.used(settings))
         position = self.example.nearest(stored)
         values = np.stack([self.options[:, -1 if position is None else position]] * 2)
         errors, joint = values[:, :, : 1 - _COLUMNS], values[0, :, -1].copy()
