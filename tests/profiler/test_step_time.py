@@ -64,11 +64,11 @@ class _Mlp(nn.Module):
 
     def __init__(self, clock: _Clock) -> None:
         super().__init__()
-        self.clock = clock
+        self.clocks = [clock]  # not in an attribute: a second run would put back the time that it takes
         self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
 
     def forward(self, x: Tensor) -> Any:
-        self.clock.passed += MODULE
+        self.clocks[0].passed += MODULE
         return self.second(self.first(x).tanh())
 
 
