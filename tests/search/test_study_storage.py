@@ -41,7 +41,7 @@ def _path(tmp_path: Path) -> Path:
 
 @pytest.mark.slow("processes")
 def test_two_processes_share_a_journal_and_one_may_be_killed(path: Path) -> None:
-    begun = child(plan, 16, f"journal:{path}", Weighted(PROFILE, WEIGHTS, seconds=0.3))
+    begun = child(plan, 16, f"journal:{path}", Weighted(PROFILE, WEIGHTS, seconds=0.6))
     wait_for(lambda: path.is_file() and done(stored(path)))
     killed = child(join, f"journal:{path}", Stopped(PROFILE, WEIGHTS, call=1, kills=True))
     joined = child(join, f"journal:{path}", Weighted(PROFILE, WEIGHTS, seconds=0.1))
