@@ -131,8 +131,6 @@ def _hooked() -> list[str]:
     """Return one line per reason, with the functions that hooks store."""
     names: dict[str, set[str]] = {}
     for function, reason in HOOKED.items():
-        if reason == "bounded" and function in ROUTES:
-            continue
         names.setdefault(reason, set()).add(f"`{function.__name__.removeprefix('linalg_')}`")
     return [f"* {reason}: {', '.join(sorted(functions))}" for reason, functions in names.items()]
 

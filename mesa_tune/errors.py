@@ -22,7 +22,7 @@ def typed_options() -> Iterator[None]:
         _typed.reset(token)
 
 
-def typed() -> bool:
+def at_command_line() -> bool:
     """Return True inside `typed_options`: the error reaches somebody who types commands."""
     return _typed.get()
 

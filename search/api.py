@@ -131,8 +131,8 @@ class SolvedSearch:
     def traced(self, workload: Workload) -> SolvedSearch:
         """Return the search whose plan's own step was traced and fits: it is solved again until one does.
 
-        Where steps cannot be traced on fake tensors, bytes stay inferred: on a GPU, for a workload that is of
-        no file, for a loss that looks at values. Raise BudgetError if no plan was found.
+        Where a step cannot be traced (`PolicyTracer`), as on a GPU, bytes stay inferred. Raise BudgetError if
+        no plan was found.
         """
         from mesa_tune.profiler.fake_steps import PolicyTracer
 

@@ -332,4 +332,9 @@ def _require_errors(profile: Profile) -> None:
         )
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
     if all(not option.ratios for option in options):
+        if {layer.dtype for layer in profile.layers if layer.own_bytes} == {"float64"}:
+            raise RunError(
+                "the profile has nothing to compress: all that its layers save is float64, which stays "
+                "exact\nprofile the model in float32, or its parts that can be"
+            )
         raise RunError(f"the profile has only bytes, no gradient errors\n{_REMEDY}")

@@ -309,15 +309,11 @@ class _Search:
 def _profile(run: Run, path: Path | None) -> Profile:
     from mesa_tune.profiler.profile import Profile
 
-    if path is not None and not path.is_file():
+    if path is None:
+        return Profile.load(run.require(run.profile, _PROFILE))
+    if not path.is_file():
         raise RunError(f"{path}: no such file\n--profile takes the profile.json that `{_PROFILE}` wrote")
-    profile = Profile.load(run.require(run.profile, _PROFILE) if path is None else path)
-    if {layer.dtype for layer in profile.layers if layer.own_bytes} == {"float64"}:
-        raise RunError(
-            "the profile has nothing to compress: all that its layers save is float64, which stays exact\n"
-            "profile the model in float32, or its parts that can be"
-        )
-    return profile
+    return Profile.load(path)
 
 
 def _profiled_from(profile: Profile) -> str:

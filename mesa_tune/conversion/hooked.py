@@ -14,7 +14,6 @@ from torch import Tensor
 
 _METHODS: Final = {
     "linear": "dot vdot inner outer ger mv addmv addr addbmm kron cross lerp",
-    "bounded": "atan arctan asinh arcsinh erfc",
     "shape": "gather take_along_dim index_add masked_select",
 }
 """By reason, functions of `torch` that are methods of tensors, too."""
@@ -27,7 +26,6 @@ _OTHERS: Final[dict[Callable[..., Any], str]] = {
     torch.linalg.cross: "linear",
     torch.linalg.vecdot: "linear",
     torch.linalg.multi_dot: "linear",
-    torch.special.erfc: "bounded",
     Tensor.index_add_: "shape",
 }
 

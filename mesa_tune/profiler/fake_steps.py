@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -170,12 +171,10 @@ class PolicyTracer:
             return None
 
     def _real(self, policy: Policy) -> PolicyStep:
-        workload, model = self.workload, self._model
-        if workload.batch_size != self.batch_size:
-            workload = workload.with_batch_size(self.batch_size)
+        workload, model = self._workload, self._model
         optimizer = workload.make_optimizer(model)
         with preserved(model, optimizer) as restore:
-            batch = longest_batch(workload).batch
+            batch = self._batch
             workload.take_step(model, batch, optimizer)  # makes the optimizer's state
             tracer = StepTracer(workload, model, optimizer, restore)
             trace, tags = tracer.trace(batch, policy, second=True, min_elements=MIN_ELEMENTS)
@@ -183,6 +182,15 @@ class PolicyTracer:
         peak = static + trace.peak()
         most = static + max(slot.reserved for slot in trace.slots)
         return PolicyStep(static, peak, max(peak, most), trace.libraries.nbytes, trace, tags)
+
+    @cached_property
+    def _workload(self) -> Workload:
+        same = self.workload.batch_size == self.batch_size
+        return self.workload if same else self.workload.with_batch_size(self.batch_size)
+
+    @cached_property
+    def _batch(self) -> Any:
+        return longest_batch(self._workload).batch
 
     @cached_property
     def _model(self) -> nn.Module:

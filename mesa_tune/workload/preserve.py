@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mesa_tune.conversion import revert
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.model import conversion_of, install
-from mesa_tune.conversion.python_state.watch import undone
+from mesa_tune.conversion.python_state.watch import Watch, undone
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def preserved(
             parameter.grad = None  # before a second model takes memory
         _restore(parameters, again().parameters() if again else values)
 
-    with preserved_random_states(), undone(model):
+    with preserved_random_states(), undone(Watch(model)):
         try:
             yield restore
         finally:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mesa_tune.errors import MesaTuneError, WorkloadError, typed
+from mesa_tune.errors import MesaTuneError, WorkloadError, at_command_line
 
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 _LONGEST = 300
@@ -202,4 +202,4 @@ def _remedy(error: BaseException) -> str:
         )
     if lacks_values(error):
         return "without values its bytes cannot be known: profile it with real steps (no --bytes-only)"
-    return "--debug shows the whole traceback" if typed() else ""
+    return "--debug shows the whole traceback" if at_command_line() else ""

@@ -56,14 +56,15 @@ def test_the_source_computes_the_loss(name: str) -> None:
         loss = LOSSES[name](output)
     source = calls.source({"args": []}, output, loss, 2)
     names = {"torch": torch, "F": F, "output": {"x": x * 1}, "others": source.others}
-    exec("\n".join([*source.lines, f"result = {source.value}"]), names)
+    *lines, value = source.written()
+    exec("\n".join([*lines, f"result = {value}"]), names)
     result = names["result"]
     assert isinstance(result, Tensor)
     factor = 2 if name == "half of it" else 1  # left to ACCUMULATION
     torch.testing.assert_close(result, factor * loss)
-    expected, found = (torch.autograd.grad(value.sum(), x)[0] for value in (factor * loss, result))
+    expected, found = (torch.autograd.grad(each.sum(), x)[0] for each in (factor * loss, result))
     torch.testing.assert_close(found, expected)
-    assert "exp" not in "".join(source.lines) + source.value.replace("logsumexp", "")
+    assert "exp" not in "".join(lines) + value.replace("logsumexp", "")
 
 
 def test_a_result_that_is_used_once_has_no_name() -> None:
@@ -71,8 +72,7 @@ def test_a_result_that_is_used_once_has_no_name() -> None:
     with LossCalls(None) as calls:
         loss = F.cross_entropy(output.view(-1, 3), LABELS)
     source = calls.source({"args": [LABELS]}, output, loss, 1)
-    assert not source.lines
-    assert source.value == 'F.cross_entropy(output.view(-1, 3), batch["args"][0])'
+    assert source.written() == ['F.cross_entropy(output.view(-1, 3), batch["args"][0])']
 
 
 def test_what_cannot_be_written() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import notice
-from mesa_tune.conversion.python_state.watch import undone
+from mesa_tune.conversion.python_state.watch import Watch, undone
 from mesa_tune.conversion.sliced import has_slices
 from tests.builders import conversion, policy_of
 
@@ -367,7 +367,7 @@ def test_a_trial_leaves_no_trace() -> None:
     start()
     block: Any = Block(in_sequence, calls=[1], count=torch.zeros(()))
     before = random.getstate()
-    with undone(block):
+    with undone(Watch(block)):
         block(torch.randn(2, WIDTH) * random.random())
         block.count += 1
     assert block.calls == [1]

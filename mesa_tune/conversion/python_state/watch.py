@@ -97,11 +97,8 @@ class Snapshot:
         The body changes copies of buffers, and of other tensors that the first run changed in place.
         """
         now = Snapshot((*watch.places(), *self.places))
-        tensors = dict(self.clones)
-        for place in watch.buffers:
-            buffers = self.copies[place.key][1].values()
-            tensors.update((id(each), each) for each in buffers if each is not None)
-        tensors.update(self.clones)
+        buffers = (each for place in watch.buffers for each in self.copies[place.key][1].values())
+        tensors = {id(each): each for each in buffers if each is not None} | self.clones
         self.put(_cloned(tensors) if tensors else None)
         for place in now.places:
             if place.what == HOOK and place.key not in self.copies:
@@ -154,6 +151,15 @@ class Watch:
         snapshot.clone(self._may_be_written if full else self._is_written)
         return snapshot
 
+    def whole(self) -> Snapshot:
+        """Return a snapshot with all that may change. Only the first one searches the code for it."""
+        if not self.runs:
+            self.runs = 1
+            self._find()
+        snapshot = Snapshot((*self.places(), *global_generators()))
+        snapshot.clone(self._may_be_written)
+        return snapshot
+
     def now(self, given: Iterable[Any] = ()) -> Snapshot:
         """Return a snapshot. `given`: objects that the module is called with."""
         objects = [place for value in given if (place := contents(value)) is not None]
@@ -200,9 +206,9 @@ class Watch:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Restore the state of `module` after the body, with the generators that all code shares."""
-    snapshot = Watch(module).begin()
+def undone(watch: Watch) -> Iterator[None]:
+    """Restore the state that `watch` sees after the body, with the generators that all code shares."""
+    snapshot = watch.whole()
     try:
         yield
     finally:

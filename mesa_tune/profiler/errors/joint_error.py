@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.conversion.python_state.watch import Watch
 from mesa_tune.errors import WorkloadError
 from mesa_tune.notice import Progress, unshown
 from mesa_tune.policy import Policy
@@ -74,6 +75,7 @@ class JointError:
         self.workload = workload
         self.checkpointed = checkpointed
         self.model = workload.build() if model is None else model
+        self._watch = Watch(self.model)
         self.parts = Parts(self.model)
         self.parameters = self.parts.parameters
         self.own = own
@@ -285,7 +287,7 @@ class JointError:
         The user's own step may also change parameters, such as averages of others.
         """
         seed, device = mixed_seed(self.workload.seed, -1 - draw), self.workload.device
-        return undisturbed(self.model, seed, device, parameters=self.workload.step is not None)
+        return undisturbed(self._watch, seed, device, parameters=self.workload.step is not None)
 
 
 def _is_zero(part: Tensor | None) -> bool:

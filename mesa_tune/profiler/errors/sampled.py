@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from mesa_tune.conversion.python_state.watch import Watch
 from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
@@ -163,6 +164,7 @@ class SampledError:
         # A forward of the wrapper would synchronize buffers and gradients.
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.loss, self.seed = loss, seed
+        self._watch = Watch(self.model)
         self.parts = Parts(self.model)
         self.parameters = self.parts.parameters
         size, count = batch_size(batches[-1]), len(batches)
@@ -277,7 +279,7 @@ class SampledError:
         """Return the gradient of a slice by `group` (None: all), always with the same random numbers."""
         seed = mixed_seed(self.seed, -1 - index)
         inputs = None if group is None or len(self.groups) == 1 else list(group)
-        with undisturbed(self.model, seed, self.device), torch.enable_grad(), _eager():
+        with undisturbed(self._watch, seed, self.device), torch.enable_grad(), _eager():
             loss = self.loss(self.model, self.slices[index])
             with _without_gradients([*self.parameters, *_leaves(loss)]):
                 loss.backward(inputs=inputs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mesa_tune.conversion.python_state.watch import undone
+from mesa_tune.conversion.python_state.watch import Watch, undone
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context
 from mesa_tune.workload.user_code import seeded
@@ -93,16 +93,17 @@ class _Added(StepEvents):
 
 
 @contextmanager
-def undisturbed(model: nn.Module, seed: int, device: str, *, parameters: bool = False) -> Iterator[None]:
-    """Run the body under random states of `seed`; restore these and the buffers afterwards.
+def undisturbed(watch: Watch, seed: int, device: str, *, parameters: bool = False) -> Iterator[None]:
+    """Run the body under random states of `seed`; restore these, buffers and Python state of a model.
 
     `parameters`: restore parameters, too.
     """
+    model = watch.module
     owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     changed = [*model.buffers(), *(model.parameters() if parameters else ())]
     saved = [(tensor, tensor.detach().clone()) for tensor in changed]
     try:
-        with undone(model), seeded(seed, device):
+        with undone(watch), seeded(seed, device):
             yield
     finally:
         for owner, buffers in owners:

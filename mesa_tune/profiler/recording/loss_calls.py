@@ -62,16 +62,6 @@ class LossSource(NamedTuple):
     numbers: list[float]
     classes: tuple[type, ...]
 
-    @property
-    def lines(self) -> list[str]:
-        """The statements before the expression of the loss."""
-        return self.written()[:-1]
-
-    @property
-    def value(self) -> str:
-        """The expression of the loss."""
-        return self.written()[-1]
-
     def written(self, varying: Sequence[int] = ()) -> list[str]:
         """Return the source of all statements, in which numbers at `varying` come from the list `numbers`."""
 
