@@ -275,12 +275,13 @@ def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
 def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Choice]:
     """Return the choices that no other dominates in noise, time and bytes; of equal ones the first.
 
+    Exact ones stay: what a module around the unit saves by running again is counted from them.
     `linked`: whether exact choices also cost the bytes of links (True), and whether others do (False).
     """
     selected: list[Choice] = []
     for index, choice in enumerate(choices):
         rivals = [(rival, True) for rival in selected] + [(rival, False) for rival in choices[index + 1 :]]
-        if not any(
+        if choice.settings.exact or not any(
             _dominates(rival, choice, or_equal=earlier)
             for rival, earlier in rivals
             if rival.settings.exact == choice.settings.exact or rival.settings.exact not in linked
