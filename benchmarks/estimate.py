@@ -1,4 +1,4 @@
-"""How far are `reserved_bytes` of `mt.estimate` from resident memory, with workspaces that no tensor owns?
+"""How far are `peak_bytes` of `mt.estimate` from resident memory?
 
     python benchmarks/estimate.py [--models gpt2,resnet_50] [--batch 4] [--bf16]
 
@@ -37,7 +37,7 @@ def main() -> None:
         for policy_name, policy in (("plain", None), ("uniform 16", mt.Policy.uniform(level=16))):
             command = [__file__, "--models", name, "--batch", str(arguments.batch)]
             measured = in_own_process([*command, *(["--bf16"] if arguments.bf16 else [])], policy)["peak"]
-            estimated = mt.estimate(chosen, policy).reserved_bytes
+            estimated = mt.estimate(chosen, policy).peak_bytes
             row = {"model": name, "policy": policy_name, "batch": arguments.batch, "autocast": autocast}
             append("estimate", {**row, "reserved": estimated, "resident": measured})
             sizes = f"estimated {estimated / 1e6:.1f} MB, resident {measured / 1e6:.1f} MB"

@@ -70,16 +70,15 @@ class Model:
         return model.train()
 
     def predicted_bytes(self, method: Method) -> int:
-        """Return the predicted peak by a method, with workspaces."""
+        """Return the predicted peak by a method."""
         return self.checkpointed_bytes(method) if method.policy is None else self.bytes(method.policy)
 
     def bytes(self, policy: mt.Policy) -> int:
-        """Return the predicted peak under a policy, with workspaces."""
-        predicted = self.profile.predict(policy)
-        return predicted.reserved_bytes or predicted.peak_bytes
+        """Return the predicted peak under a policy."""
+        return self.profile.predict(policy).peak_bytes
 
     def checkpointed_bytes(self, method: Method) -> int:
-        """Return the estimated peak by a method without a policy, with workspaces."""
+        """Return the estimated peak by a method without a policy."""
         if method not in self._known:
             build = partial(changed, self.subject, method)
             work = mt.Workload(
@@ -88,7 +87,7 @@ class Model:
                 self.subject.loss,
                 batch_size=self.subject.batch_size,
             )
-            self._known[method] = mt.estimate(work).reserved_bytes
+            self._known[method] = mt.estimate(work).peak_bytes
         return self._known[method]
 
     def four_bits(self) -> mt.Policy:

@@ -346,8 +346,8 @@ def predict(chosen: mt.Workload, count: int, folder: Path) -> dict[str, Any]:
         prediction = profile.predict(policy)
         result[label] = {
             "saved": prediction.saved_bytes,
-            "peak": prediction.peak_bytes,
-            "resident": (prediction.reserved_bytes or 0) + (prediction.library_bytes or 0),
+            "peak": mt.estimate(chosen, policy).tensor_bytes,
+            "resident": prediction.peak_bytes + (prediction.library_bytes or 0),
         }
     return result
 

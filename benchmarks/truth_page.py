@@ -23,9 +23,10 @@ HEAD = """\
 * Each row is one kind of training step of a model, under several policies: plain, uniform 16 and 4 levels,
   and random ones. One profile of bytes predicts them all; each is measured in a process of its own, in the
   second step of a plain training loop that shares no code with mesa-tune.
-* **saved**, **peak**: predicted over live storages, after the forward and at the step's peak. **resident**:
-  `reserved_bytes` and `library_bytes` of the `Prediction` and 4 MB over the growth of the process. The 4 MB
-  are an allowance for Python's objects and what libraries keep besides, 2 to 7 MB in every model.
+* **saved**, **peak**: predicted over live storages, after the forward and at the step's peak (that of tensors
+  alone: `tensor_bytes` of the estimate). **resident**: `peak_bytes` and `library_bytes` of the `Prediction`
+  and 4 MB over the growth of the process. The 4 MB are an allowance for Python's objects and what libraries
+  keep besides, 2 to 7 MB in every model.
   Each column shows the lowest and the highest of all policies, as deviation from what was measured.
 * **MB**: the measured peak of live storages, plain and under uniform 16. **code**: a hash of the sources that
   predictions and steps depend on.

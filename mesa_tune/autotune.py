@@ -254,8 +254,7 @@ class _Measured:
         if noted is None or noted.inputs != origin.inputs:
             return None
         plan = Plan.load(self.run.plan)
-        needed = plan.predicted.reserved_bytes or plan.predicted.peak_bytes
-        fits = self.request.budget != AUTO or needed <= int(budget or 0)
+        fits = self.request.budget != AUTO or plan.predicted.peak_bytes <= int(budget or 0)
         return plan if fits else None
 
     def _budget(self) -> int | str | None:

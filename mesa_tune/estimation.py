@@ -39,12 +39,11 @@ class Estimate:
 
     `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch, DDP's buckets.
     `saved_bytes`: alive for backward when the forward ends, with parameters that FSDP2 has gathered.
-    `peak_bytes`: the most that is alive at once. `reserved_bytes`: on CUDA what PyTorch's caching allocator
-    would reserve, on the CPU the most with workspaces of kernels, which no tensor owns. `library_bytes`: what
-    oneDNN and MKL keep besides; 0 for CUDA. `margin`: the share that `fits` adds, of `reserved_bytes`, on
-    CUDA of what of these is not static. On the CPU all bytes but those of workspaces and libraries are a real
-    step's. `verified`: False for CUDA, whose model one GPU
-    has checked, on a few models.
+    `peak_bytes`: the most that is needed at once, on the CPU with the workspaces of kernels, which no tensor
+    owns. `tensor_bytes`: the most of tensors alone, to the byte those of a real step. `reserved_bytes`: on
+    CUDA what PyTorch's caching allocator would reserve; on the CPU the peak. `library_bytes`: what oneDNN
+    keeps besides; 0 for CUDA. `margin`: the share that `fits` adds, of `reserved_bytes`, on CUDA of what of
+    these is not static. `verified`: False for CUDA, whose model one GPU has checked, on a few models.
     """
 
     batch_size: int
@@ -52,6 +51,7 @@ class Estimate:
     static_bytes: int
     saved_bytes: int
     peak_bytes: int
+    tensor_bytes: int
     reserved_bytes: int
     library_bytes: int
     margin: float
@@ -60,7 +60,10 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """What `fits` compares: reserved bytes with the margin, library bytes, and 8 MB (CUDA: 600 MB)."""
+        """What `fits` compares: reserved bytes with the margin, library bytes, and what else a process takes.
+
+        That is 8 MB and 10 MB for each thread of PyTorch, on CUDA 600 MB.
+        """
         return _needed(self._steps, self.batch_size)
 
     def fits(self, limit: str | int) -> bool:
@@ -163,6 +166,7 @@ def estimate(
         traced.static,
         traced.trace.saved_bytes,
         traced.peak,
+        traced.tensors,
         traced.reserved,
         traced.libraries,
         CUDA_MARGIN if cuda else CPU_MARGIN,

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
-_VERSIONS = {"profile": 2, "plan": 2}
+_VERSIONS = {"profile": 3, "plan": 3, "verify": 2}
 """Versions of kinds of documents; 1 of the others."""
 
 

@@ -162,7 +162,7 @@ class Retune:
         if self._samples is None:
             few = min(FEW_SAMPLES, size)
             profiled = profile(self._view(batch, few), options=[], seeds=1)
-            budget = parse_bytes(self.budget).of(profiled.timeline.at(size).needed_bytes({}))
+            budget = parse_bytes(self.budget).of(profiled.timeline.at(size).peak_bytes({}))
             samples = max(few, min(MOST_SAMPLES, size // SHARE))
             while samples < size and _hides(profiled, samples, size):
                 samples = min(2 * samples, size)
@@ -184,7 +184,7 @@ def _hides(profiled: Profile, samples: int, size: int) -> bool:
 
 def _needed_bytes(profiled: Profile, samples: int) -> int:
     sized = profiled.timeline.at(samples)
-    return sized.needed_bytes({}) + sized.saved_bytes({}) + profiled.static_bytes
+    return sized.peak_bytes({}) + sized.saved_bytes({}) + profiled.static_bytes
 
 
 def _of_rank_0(text: str | None) -> str | None:

@@ -31,9 +31,8 @@ def _card(label: str, value: str, detail: str, source: str = "measured") -> dict
 
 
 def _moment(prediction: Prediction) -> str:
-    """Return when the predicted peak is, and what kernels take besides."""
-    texts = ["" if prediction.peak is None else prediction.peak.moment, prediction.workspaces_text]
-    return "; ".join(f"predicted {text}" for text in texts if text)
+    """Return when the predicted peak is."""
+    return "" if prediction.peak is None else f"predicted {prediction.peak.moment}"
 
 
 def _bytes_card(label: str, quantity: str, results: RunResults, more: str = "") -> dict[str, str]:

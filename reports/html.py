@@ -64,7 +64,7 @@ def _facts(results: RunResults) -> list[tuple[str, str]]:
         ("torch", profile.torch),
     ]
     if plan is not None and plan.budget_bytes is not None:
-        share = 100 * plan.budget_bytes / max(results.plain.reserved_bytes or results.plain.peak_bytes, 1)
+        share = 100 * plan.budget_bytes / max(results.plain.peak_bytes, 1)
         facts.insert(0, ("budget", f"{format_bytes(plan.budget_bytes)} ({share:.0f} % of plain)"))
     if plan is not None and plan.batch_size != profile.batch_size:
         facts.append(("profiled at batch", str(profile.batch_size)))

@@ -146,13 +146,13 @@ class SolvedSearch:
             traced = tracer.trace(with_producers(request.profile, space, chosen))
             if traced is None:
                 return replace(self, tracer=tracer)
-            excess = 0 if request.limits.peak is None else traced.reserved - request.limits.peak
+            excess = 0 if request.limits.peak is None else traced.peak - request.limits.peak
             if excess <= 0:
                 plan = plan_of(request, space, best[1], traced=traced)
                 return SolvedSearch(request, plan, best, possible, tracer, traced)
-            least = min(least, traced.reserved)
+            least = min(least, traced.peak)
             # A few bytes are in every step, and no choice's.
-            if limits.peak is not None and (excess < SMALL * traced.reserved or left < ROUNDS // 2):
+            if limits.peak is not None and (excess < SMALL * traced.peak or left < ROUNDS // 2):
                 limits = replace(limits, peak=limits.peak - excess)
             again = self._solved_again(best[0], chosen, traced, limits, possible, left) if left else None
             if again is None:
@@ -273,7 +273,7 @@ def _limits(
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
     limits = Limits(
-        None if amount is None else amount.of(sized.needed_bytes({})),
+        None if amount is None else amount.of(sized.peak_bytes({})),
         None if saved is None else saved.of(sized.saved_bytes({})),
         None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
@@ -335,7 +335,7 @@ def plain_fits(
 def _plain_fits(profile: Profile, limits: Limits, batch_size: int, objective: str, pins: Pins | None) -> bool:
     pinned = pinned_settings(profile, pins or {}).values()
     sized = profile.timeline.at(batch_size)
-    fits = (limits.peak is None or sized.needed_bytes({}) <= limits.peak) and (
+    fits = (limits.peak is None or sized.peak_bytes({}) <= limits.peak) and (
         limits.saved is None or sized.saved_bytes({}) <= limits.saved
     )
     return fits and objective != "memory" and all(settings.exact for settings in pinned)

@@ -82,7 +82,7 @@ def _curve(
     if not reached:
         return
     least = min(cost for cost, _, _ in reached)
-    plain = profile.timeline.at(size).needed_bytes({})
+    plain = profile.timeline.at(size).peak_bytes({})
     best: list[tuple[tuple[float, float], Step, Solution]] = []
     for peak in sorted(_between(least, plain, budgets, through)):
         found = [

@@ -167,7 +167,7 @@ class Plan:
         return replace(self, policy_path=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document `mesa-tune.plan/2`."""
+        """Return the JSON document `mesa-tune.plan/3`."""
         return {
             "schema": schema("plan"),
             **{key: value for key, value in vars(self).items() if key not in _PARTS},

@@ -65,11 +65,11 @@ class Reach:
 def reach(profile: Profile) -> Reach:
     """Return the peaks that policies reach, within seconds. The profile must have prices."""
     size = profile.batch_size
-    plain = profile.timeline.at().needed_bytes({})
+    plain = profile.timeline.at().peak_bytes({})
     possible = steps(profile, size, {}, NO_RESTRICTIONS)
     # Where the time is up, a policy that needs no search.
     four_bits = profile.assignment(Policy.uniform(level=16))
-    lowest = _lowest(possible, Limits()) or profile.timeline.at().needed_bytes(four_bits)
+    lowest = _lowest(possible, Limits()) or profile.timeline.at().peak_bytes(four_bits)
     limits = noise_limits(profile, Limits(), MAX_NOISE_RATIO)
     quiet = None if isinstance(limits, str) else _lowest(possible, limits)
     return Reach(
@@ -96,7 +96,7 @@ def without_temporaries(profile: Profile, batch_size: int | None = None) -> int 
 
     None where that would lower the peak by less than 5 %.
     """
-    sized = profile.timeline.at(batch_size).with_workspaces
+    sized = profile.timeline.at(batch_size)
     step = sized.under({})
     in_step = np.array([slot.phase == "step" for slot in sized.slots], dtype=np.bool_)
     working = np.where(in_step, step.work - np.minimum(sized.once.gradients, step.work), 0)
@@ -115,7 +115,7 @@ def batch_size_of_activations(profile: Profile) -> int | None:
     assignment = profile.assignment(Policy.uniform(level=16))
 
     def large(size: int) -> bool:
-        sized = profile.timeline.at(size).with_workspaces
+        sized = profile.timeline.at(size)
         return sized.peak_bytes(assignment) <= int(LARGE_SHARE * sized.peak_bytes({}))
 
     too_small, enough = 0, 1

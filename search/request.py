@@ -176,7 +176,7 @@ def plan_of(
         objective=solved.objective,
         why=solved.why,
         max_noise_ratio=solved.limits.noise,
-        request=request.again(predicted.reserved_bytes or predicted.peak_bytes),
+        request=request.again(predicted.peak_bytes),
     )
 
 

@@ -48,7 +48,7 @@ def make_space(
     _require_errors(profile)
     slices = profile.tiled.settings if sliced and profile.tiled is not None else {}
     profile = profile.in_slices if sliced else profile
-    sized = profile.timeline.at(batch_size or profile.batch_size).with_workspaces
+    sized = profile.timeline.at(batch_size or profile.batch_size)
     groups = _groups(profile)
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
     builder = _Builder(profile, sized, unit_of, restrictions)

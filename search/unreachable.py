@@ -73,7 +73,7 @@ def _peak_text(
     requested: Budget,
 ) -> str:
     assert limits.peak is not None
-    sized = profile.timeline.at(batch_size).with_workspaces
+    sized = profile.timeline.at(batch_size)
     return (
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
         f"static bytes are {format_bytes(sized.static)}\n"

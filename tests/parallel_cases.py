@@ -103,7 +103,7 @@ def _step(case: Case, model: nn.Module, samples: Any, optimizer: Any, meter: Met
     """Take a step; return the saved bytes of its last micro-batch, and the most bytes alive in it."""
     optimizer.zero_grad()
     gc.collect()
-    meter.reset_high_water()
+    meter.reset_peak()
     saved = 0
     for _ in range(case.accumulation):
         mark = meter.mark()
@@ -113,7 +113,7 @@ def _step(case: Case, model: nn.Module, samples: Any, optimizer: Any, meter: Met
         (value if case.accumulation == 1 else value / case.accumulation).backward()
         del value
     optimizer.step()
-    return saved, meter.high_water
+    return saved, meter.tensor_peak
 
 
 def found(*_: Any) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: Patch) -
     assert plain.budget_bytes == int(0.9 * (free + held))
     auto(model, batch, cross_entropy, "auto")
     assert mt.Plan.load("mesa-run/plan.json") == plain
-    needed = known(plain.predicted.reserved_bytes)
+    needed = plain.predicted.peak_bytes
     free = int(0.95 * needed / 0.9) - held  # the plan of before does not fit any more
     auto(model, batch, cross_entropy, "auto")
     assert mt.Plan.load("mesa-run/plan.json").budget_bytes == int(0.9 * (free + held))

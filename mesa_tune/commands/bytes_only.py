@@ -204,7 +204,6 @@ def _lines(profiled: Profile, request: Request, folder: Run, fitting: Sequence[s
         *noted(profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below("" if plain.peak is None else plain.peak.text),
-        *below(plain.workspaces_text),
         *below(_FITS if profiled.device == "cuda" and not fitting else ""),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_under_policies(profiled),
@@ -232,5 +231,4 @@ def _under_policies(profiled: Profile) -> list[str]:
         predicted = profiled.predict(policy)
         saved, peak = format_bytes(predicted.saved_bytes), format_bytes(predicted.peak_bytes)
         lines.append(f"{name:<17}{peak:>8}   (saved activations: {saved})")
-        lines += below(predicted.workspaces_text)
     return lines

@@ -33,7 +33,7 @@ def advising(
         fits = fitting_batch(profile, batch_size, assignment)
         remedy = "not even one sample would fit"
         if fits:
-            peak = format_bytes(profile.timeline.at(fits).needed_bytes(assignment))
+            peak = format_bytes(profile.timeline.at(fits).peak_bytes(assignment))
             remedy = f"batch size {fits} would fit in {peak}: {advice(fits)}"
         raise RunError(
             f"out of memory on {profile.device} at batch size {batch_size}\n{remedy}\n"
@@ -47,16 +47,16 @@ def fitting_batch(profile: Profile, failed: int, assignment: Assignment) -> int:
     The peak of the profiled step is taken for the memory limit. If the failed step needed no more than that,
     there is less memory now, and half the batch is a guess.
     """
-    limit = profile.timeline.at().needed_bytes({})
+    limit = profile.timeline.at().peak_bytes({})
     low, high = profile.timeline.batch_sizes
     if low == high:
         return 0
-    if profile.timeline.at(failed).needed_bytes(assignment) <= limit:
+    if profile.timeline.at(failed).peak_bytes(assignment) <= limit:
         return failed // 2
     fits, too_large = 0, failed
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
-        if profile.timeline.at(middle).needed_bytes(assignment) <= limit:
+        if profile.timeline.at(middle).peak_bytes(assignment) <= limit:
             fits = middle
         else:
             too_large = middle

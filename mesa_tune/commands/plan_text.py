@@ -65,7 +65,7 @@ def _objective(plan: Plan) -> str:
 
 def _peak(plan: Plan) -> list[str]:
     peak = plan.predicted.peak
-    return [*below("" if peak is None else peak.text), *below(plan.predicted.workspaces_text)]
+    return below("" if peak is None else peak.text)
 
 
 def _next(plan: Plan, profile: Profile, run: Run) -> list[str]:

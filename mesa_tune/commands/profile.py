@@ -200,7 +200,6 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
         *noted(profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below("" if plain.peak is None else plain.peak.text),
-        *below(plain.workspaces_text),
         *advice(profiled, reach),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),

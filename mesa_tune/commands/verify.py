@@ -183,7 +183,6 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         for label, quantity, form in (
             ("saved bytes", "saved_bytes", format_bytes),
             ("peak bytes", "peak_bytes", format_bytes),
-            *((("with workspaces", "reserved_bytes", format_bytes),) if _has_workspaces(check) else ()),
             ("step time", "step_ms", _milliseconds),
             ("gradient error", "gradient_error", _error),
             ("noise ratio", "gradient_noise_ratio", _error),
@@ -210,10 +209,6 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         )
         lines.append(f"the plain step does not fit in memory: {how}")
     return [*lines, *_resident_note(check.device)]
-
-
-def _has_workspaces(check: Verification) -> bool:
-    return check.predicted is not None and bool(check.predicted.workspaces_text)
 
 
 def _at_checkpoints(check: Verification) -> list[str]:

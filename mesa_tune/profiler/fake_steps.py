@@ -27,7 +27,6 @@ from mesa_tune.profiler.draws import LongestBatch, longest_batch
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
-from mesa_tune.profiler.memory.workspaces import WorkspaceMeter
 from mesa_tune.profiler.parallel import Parallelization
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
@@ -47,14 +46,15 @@ _ALIKE = 0.001
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """A traced step: the bytes before it, the most in it, and what it takes of memory.
+    """A traced step: the bytes before it, and the most that it needs.
 
-    `reserved`: on CUDA what an allocator reserves for it, on the CPU the most with workspaces of kernels.
-    `libraries`: what oneDNN and MKL keep of it, on the CPU.
+    `tensors`: of tensors alone. `reserved`: on CUDA what an allocator reserves for it; on the CPU the peak.
+    `libraries`: what oneDNN keeps of it, on the CPU.
     """
 
     static: int
     peak: int
+    tensors: int
     reserved: int
     libraries: int
     trace: StepTrace
@@ -110,23 +110,31 @@ class FakeSteps:
             if self.parallel is not None:
                 model = stack.enter_context(self.parallel.wrapped(model, meter))
             older = chain(model.parameters(), model.buffers(), tensors_in(batch))
-            outer = (AllocatorMeter if self.cuda else WorkspaceMeter)(older, meter.live_storages())
+            outer = AllocatorMeter() if self.cuda else Meter()
+            outer.count_older(older, meter.live_storages())
             stack.enter_context(outer)
             optimizer = fake.make_optimizer(model)
             if self.cuda:
                 update_all_at_once(optimizer)
+            first = 0
             for _ in range(1 if self.parallel is None else 2):  # DDP orders its buckets in one of the first
+                before = outer.live_bytes
                 with session(model, self.policy, min_elements=MIN_ELEMENTS) as running:
+                    outer.reset_peak()
+                    own = outer.live_bytes - before
                     fake.stepper(optimizer).run(model, batch, running.forward)
+                first = max(first, outer.peak - own)
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
             gc.collect()
             buckets = meter.live_since(0, without=tracer.static(batch))
             static = sum(tracer.static_bytes(batch).values()) + buckets
-        if isinstance(outer, WorkspaceMeter):
-            peak = static + trace.peak()
-            return PolicyStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
-        return PolicyStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)
+        tensors = static + trace.tensor_peak()
+        if isinstance(outer, AllocatorMeter):
+            served = outer.allocator
+            return PolicyStep(static, served.peak_allocated, tensors, served.reserved, 0, trace, tags)
+        peak = max(first, static + trace.peak())
+        return PolicyStep(static, peak, tensors, peak, trace.libraries.nbytes, trace, tags)
 
 
 @dataclass
@@ -179,9 +187,8 @@ class PolicyTracer:
             tracer = StepTracer(workload, model, optimizer, restore)
             trace, tags = tracer.trace(batch, policy, second=True, min_elements=MIN_ELEMENTS)
             static = sum(tracer.static_bytes(batch).values()) + trace.static_gradients
-        peak = static + trace.peak()
-        most = static + max(slot.reserved for slot in trace.slots)
-        return PolicyStep(static, peak, max(peak, most), trace.libraries.nbytes, trace, tags)
+        peak, tensors = static + trace.peak(), static + trace.tensor_peak()
+        return PolicyStep(static, peak, tensors, peak, trace.libraries.nbytes, trace, tags)
 
     @cached_property
     def _workload(self) -> Workload:
@@ -237,7 +244,6 @@ def _is_alike(fake: StepTrace, real: StepTrace) -> bool:
     """
     least = _ALIKE * real.peak()
     return len(fake.slots) == len(real.slots) and all(
-        (one.layer, one.phase, one.workspaces) == (other.layer, other.phase, other.workspaces)
-        and abs(one.high - other.high) <= least
+        (one.layer, one.phase) == (other.layer, other.phase) and abs(one.high - other.high) <= least
         for one, other in zip(fake.slots, real.slots, strict=True)
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 from mesa_tune.files import typed
 from mesa_tune.profiler.memory.kinds import Peak
-from mesa_tune.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,8 @@ class Prediction:
     `gradient_error_interval`: the mean error over 16 other batches lies between these ends with a probability
     of 92 %, counting batches and rounding; None also for a profile of one batch. `worst_parameter`: the
     trained parameter, or part of one, with the largest own noise ratio, `worst_own_ratio`.
-    `reserved_bytes`: the peak with what kernels take besides tensors; `library_bytes`: what oneDNN and MKL
-    keep besides, under every policy. Both None on a GPU, where nothing models them.
+    `peak_bytes`: with what kernels take besides tensors. `library_bytes`: what oneDNN keeps besides, under
+    every policy; None on a GPU, where nothing models it.
     """
 
     saved_bytes: int
@@ -29,18 +28,10 @@ class Prediction:
     gradient_noise_ratio: float | None = None
     peak: Peak | None = None
     gradient_error_interval: tuple[float, float] | None = None
-    reserved_bytes: int | None = None
     library_bytes: int | None = None
     gradient_noise_ratio_interval: tuple[float, float] | None = None
     worst_parameter: str | None = None
     worst_own_ratio: float | None = None
-
-    @property
-    def workspaces_text(self) -> str:
-        """The reserved bytes in words, where they are more than 1 % above the peak; else empty."""
-        if self.reserved_bytes is None or self.reserved_bytes <= 1.01 * self.peak_bytes:
-            return ""
-        return f"{format_bytes(self.reserved_bytes)} with the workspaces of kernels"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the interval as `interval`."""

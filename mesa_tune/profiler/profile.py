@@ -175,7 +175,6 @@ class Profile:
             ratio if known else None,
             step.peak,
             scaled(ends, cost.error, cost.ratio),
-            step.reserved_bytes if self.device == "cpu" else None,
             self.timeline.libraries if self.device == "cpu" else None,
             ends if known else None,
             *(worst or (None, None)),
@@ -293,7 +292,7 @@ class Profile:
         return profile_html(title, facts, self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document `mesa-tune.profile/2`."""
+        """Return the JSON document `mesa-tune.profile/3`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "schema": schema("profile"),

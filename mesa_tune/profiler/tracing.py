@@ -284,8 +284,8 @@ class TracedWorkload:
         for small in self.timeline.with_small_views():
             why = "a tensor too small for hooks may be a view of a larger one"
             yield f"bytes of {small!r} are estimates: {why}"
-        excess, layer = self.timeline.excess()
-        if excess:
+        excess, layer = self.pair.excess()
+        if excess > 0:
             where = "peaks between layers" if layer is None else f"peaks near {layer!r}"
             yield f"{where} are estimates: saved tensors exceed the traced step by {excess} bytes"
 

@@ -159,7 +159,7 @@ class Verification:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document `mesa-tune.verify/1`."""
+        """Return the JSON document `mesa-tune.verify/2`."""
         measured = {
             "gradient_error": self.gradient_error,
             "gradient_noise_ratio": self.gradient_noise_ratio,

@@ -58,7 +58,7 @@ class Replan:
         """Return the bytes that gradients may take in a plain step of `samples` below the plan's peak."""
         predicted = self.plan.predicted
         step = self.profile.timeline.at(samples).under({})
-        return (predicted.reserved_bytes or predicted.peak_bytes) - step.without_gradients
+        return predicted.peak_bytes - step.without_gradients
 
     def solve(self, policy: Policy, sample: Sample, limit: float) -> Replanned:
         """Correct the prices by what was read under `policy`, and solve again within the same limits.

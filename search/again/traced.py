@@ -44,7 +44,6 @@ def traced_prediction(predicted: Prediction, step: PolicyStep, profile: Profile)
         predicted,
         saved_bytes=step.trace.saved_bytes,
         peak_bytes=step.peak,
-        reserved_bytes=step.reserved,
         peak=predicted.peak if step.peak == predicted.peak_bytes else _peak(step, profile),
     )
 
@@ -70,11 +69,11 @@ def corrected(space: Space, chosen: Chosen, step: PolicyStep, profile: Profile) 
     `chosen`: what was traced. `profile`: of the step with slices, if the space is.
     """
     live = space.live(chosen)
-    peak = max(int(live.max()), step.reserved)
+    peak = max(int(live.max()), step.peak)
     traced: dict[Moment, int] = {}
     for slot in step.trace.slots:
         moment = Moment(slot.layer, slot.phase)
-        traced[moment] = max(traced.get(moment, 0), step.static + max(slot.high, slot.reserved))
+        traced[moment] = max(traced.get(moment, 0), step.static + slot.high)
     places: dict[Moment, list[int]] = {}
     for index, known in enumerate(profile.timeline.slots):
         places.setdefault(Moment(known.layer, known.phase), []).append(index)

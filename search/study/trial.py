@@ -44,7 +44,7 @@ class Meter(Protocol):
         ...
 
     def peak(self, policy: Policy) -> int | None:
-        """Return the peak of a step with workspaces, traced under `policy`; None where it is unknown."""
+        """Return the peak of a step traced under `policy`; None where it is unknown."""
         ...
 
 

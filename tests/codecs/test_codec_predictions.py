@@ -78,7 +78,7 @@ def test_a_search_can_choose_to_drop(profile: Profile) -> None:
     assert only.saved_bytes < low.saved_bytes
     limit = (only.saved_bytes + low.saved_bytes) // 2
     plan = mt.search_policy(
-        profile, low.reserved_bytes, objective="error", max_saved=limit, forbid=["recompute", "derive"]
+        profile, low.peak_bytes, objective="error", max_saved=limit, forbid=["recompute", "derive"]
     )
     assert plan.predicted.saved_bytes <= limit
     chosen = set(profile.assignment(plan.policy).values())

@@ -106,10 +106,10 @@ def test_cuda_is_modelled_where_there_is_none(capsys: Capture) -> None:
 
 def test_which_batch_sizes_fit_a_limit(capsys: Capture) -> None:
     Path("model.py").write_text(MODEL)
-    plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu")), "24MB"
+    plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu")), "60MB"
     _, shown = profiled(capsys, "model.py", "--device", "cpu", "--fits", limit)
     rows = {line[:9].strip(): line[9:].split() for line in shown.splitlines()}
-    assert rows["on cpu"] == ["needs", "fits", "24MB", "largest", "batch"]
+    assert rows["on cpu"] == ["needs", "fits", "60MB", "largest", "batch"]
     needed, unit, fits, largest = rows["plain"]
     assert (f"{needed} {unit}", fits) == (format_bytes(plain.needed_bytes), "yes")
     assert int(largest) == plain.largest_batch(limit)
@@ -121,7 +121,7 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: Capture) -> None:
     # Large logits beside blocks that are large enough to matter where the logits have slices.
     sizes = {**TINY, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256}
     name = config(model_type="llama", vocab_size=2048, **sizes)
-    _, shown = profiled(capsys, name, "--batch-size", "2", "--length", "64", "--fits", "40MB")
+    _, shown = profiled(capsys, name, "--batch-size", "2", "--length", "64", "--fits", "60MB")
     largest = {line[:27].strip(): line.split()[-1] for line in shown.splitlines() if line}
     assert int(largest["at 4 bits, loss in slices"]) > 1.5 * int(largest["at 4 bits"])
     assert int(largest["…, blocks that run again"]) > int(largest["at 4 bits, loss in slices"])

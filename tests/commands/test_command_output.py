@@ -46,7 +46,7 @@ def test_what_a_model_file_prints_stays_out_of_the_document(home: Home) -> None:
         MODEL.replace("def loss(model, batch):", "def loss(model, batch):\n    print('hello')")
     )
     said = home.run(f"{PROFILE} --run new --json")
-    assert json.loads(said.out)["schema"] == "mesa-tune.profile/2"
+    assert json.loads(said.out)["schema"] == "mesa-tune.profile/3"
     assert "hello" in said.err
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.workspaces import WorkspaceMeter
+from mesa_tune.profiler.memory.meter import Meter
 
 CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "3 x 3": (nn.Conv2d(16, 32, 3, padding=1), (8, 16, 16, 16)),
@@ -66,7 +66,8 @@ def test_the_gradient_of_the_input_copies_no_input() -> None:
     mt.convert(model, mt.Policy.uniform(level=16))
     x = torch.randn(64, 16, 32, 32, requires_grad=True)
     y = model(x)
-    with WorkspaceMeter([x, y]) as meter:
+    with Meter() as meter:
+        meter.count_older([x, y])
         y.sum().backward()
     # x, dx and what oneDNN rearranges; a copy of x would make it four.
-    assert meter.most < 3.5 * x.nbytes
+    assert meter.peak < 3.5 * x.nbytes

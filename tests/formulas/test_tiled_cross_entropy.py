@@ -407,9 +407,9 @@ def test_nothing_as_large_as_the_logits_is_saved(level: int | None) -> None:
             with mt.compress_saved(policy(8, level=level)):
                 loss = flat(model(IDS))
             saved = meter.live_bytes
-            meter.reset_high_water()
+            meter.reset_peak()
             loss.backward()
-            extra = meter.high_water - saved
+            extra = meter.tensor_peak - saved
         model.zero_grad()
     assert saved < LOGIT_BYTES / 2
     assert extra < LOGIT_BYTES / 2 + 4 * sum(p.numel() for p in model.parameters())
@@ -421,7 +421,7 @@ def test_forward_has_the_logits_once() -> None:
         flat(model(IDS))
     with Meter() as plain:
         flat(Words()(IDS))
-    assert meter.high_water < plain.high_water - LOGIT_BYTES * (1 - 1 / 16)
+    assert meter.tensor_peak < plain.tensor_peak - LOGIT_BYTES * (1 - 1 / 16)
 
 
 def test_rest_of_the_model_stores_by_its_settings() -> None:

@@ -86,4 +86,4 @@ class PeakMeter:
         """Note that the step has ended."""
         assert self._meter is not None
         self._meter.__exit__(None, None, None)
-        self.peaks.append(self._meter.high_water)
+        self.peaks.append(self._meter.tensor_peak)

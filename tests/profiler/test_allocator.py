@@ -80,7 +80,8 @@ def test_blocks_in_use_never_overlap() -> None:
 
 def test_the_meter_passes_births_and_deaths() -> None:
     older = torch.zeros(MIB // 4)
-    with AllocatorMeter([older]) as meter:
+    with AllocatorMeter() as meter:
+        meter.count_older([older])
         first = torch.zeros(MIB // 4)
         view = first[:8]
         del first

@@ -37,7 +37,7 @@ class TestMeter:
             assert meter.live_bytes == 2 * KB
             del a
             assert meter.live_bytes == KB
-            assert meter.high_water == 2 * KB
+            assert meter.tensor_peak == 2 * KB
         del b  # after the meter was left
         assert meter.live_bytes == 0
 
@@ -52,7 +52,7 @@ class TestMeter:
             new.untyped_storage().resize_(2 * KB)
             new.untyped_storage().resize_(3 * KB)
             old.untyped_storage().resize_(KB)
-            assert meter.live_bytes == meter.high_water == 3 * KB
+            assert meter.live_bytes == meter.tensor_peak == 3 * KB
             del new
             assert meter.live_bytes == 0
         old.untyped_storage().resize_(0)
@@ -74,7 +74,7 @@ class TestMeter:
             view.add_(1)
             assert meter.live_bytes == 0
             assert (view + 1).numel() == 256
-        assert meter.high_water == KB
+        assert meter.tensor_peak == KB
 
     def test_survives_the_reuse_of_addresses(self) -> None:
         seen = set()
@@ -84,7 +84,7 @@ class TestMeter:
                 seen.add(x.untyped_storage()._cdata)
                 del x
                 assert meter.live_bytes == 0
-            assert meter.high_water == 4 * 4096
+            assert meter.tensor_peak == 4 * 4096
         assert len(seen) < 200, "no address was reused, so this test tests nothing"
 
     def test_sees_what_autograd_keeps_without_a_name(self) -> None:
@@ -103,7 +103,7 @@ class TestMeter:
         with Meter() as meter:
             y.backward()
         assert meter.live_bytes == KB, "the gradient of x"
-        assert meter.high_water >= 2 * KB
+        assert meter.tensor_peak >= 2 * KB
 
     def test_follows_a_storage_that_grows(self) -> None:
         with Meter() as meter:
@@ -126,8 +126,8 @@ class TestMeter:
         with Meter() as meter:
             floats(10_000)
             a = floats()
-            meter.reset_high_water()
-            assert meter.high_water == KB == bytes_of([a])
+            meter.reset_peak()
+            assert meter.tensor_peak == KB == bytes_of([a])
 
     def test_counts_the_parts_of_sparse_tensors(self) -> None:
         weight = torch.zeros(1000, 64, requires_grad=True)

@@ -31,7 +31,7 @@ def test_a_saved_profile_loads_equal(profile: Profile, tmp_path: Path) -> None:
 
 def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     document = noisy(profile).to_dict()
-    assert document["schema"] == "mesa-tune.profile/2"
+    assert document["schema"] == "mesa-tune.profile/3"
     promised = "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes"
     assert {*promised.split(), "step_ms", "gradient_noise", "parameters"} <= set(document)
     assert set(document["parameters"][0]) == {"name", "elements", "noise"}

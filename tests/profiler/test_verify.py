@@ -145,7 +145,7 @@ class TestDocument:
 
     def test_has_the_contracts_keys(self) -> None:
         document = self.FOUND.to_dict()
-        assert document["schema"] == "mesa-tune.verify/1"
+        assert document["schema"] == "mesa-tune.verify/2"
         assert document["baseline"] == {"peak_bytes": 100, "saved_bytes": 80, "step_ms": 5.0}
         assert document["policy"]["gradient_error"] == pytest.approx(0.2)
         assert document["policy"]["gradient_noise_ratio"] is None

@@ -146,10 +146,10 @@ def test_the_peak_is_that_of_the_same_step_unwatched(name: str) -> None:
         static = [*net.parameters(), *net.buffers(), *tensors_in(optimizer.state), *gradients_of(net)]
         older = bytes_of(static) - meter.counted_bytes(static)
         del static  # gradients that the step frees
-        meter.reset_high_water()
+        meter.reset_peak()
         step()
     # The batch of the step is born inside the meter, and before the forward in the script.
-    peak = older + meter.high_water
+    peak = older + meter.tensor_peak
     others = bytes_of(list(images(8))) if name == "accumulated" else 0
     assert abs(found.peak_bytes - peak) <= 100 + others
     assert found.predict(mt.Policy.parse("")).peak_bytes == found.peak_bytes

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune as mt
 from mesa_tune.errors import RunError
-from mesa_tune.files import dump_json
 from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 from tests.builders import known
-from tests.step_memory import Composed, squares
+from tests.step_memory import Composed, second_step, squares
 
 pytestmark = pytest.mark.slow("leaving")
 MEASURE = """
@@ -230,59 +229,15 @@ def test_what_onednn_compiles_is_counted_once_for_each_shape() -> None:
     assert 10**6 < compiled[0] < compiled[1] == compiled[2]
     profiled = mt.profile(layers(2), options=[]).predict(mt.Policy.parse(""))
     assert profiled.library_bytes == compiled[1]
-    assert profiled.reserved_bytes == pytest.approx(two.reserved_bytes, abs=1000)
+    assert profiled.peak_bytes == pytest.approx(two.peak_bytes, abs=1000)
+    assert two.needed_bytes > math.ceil(1.03 * two.peak_bytes) + compiled[1]
 
 
-FIRST_PRODUCT = """
-import re, sys, torch
-from mesa_tune.profiler.memory.workspaces import buffers_of
-
-def anonymous():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
-
-torch.set_num_threads(1)
-rows, inner, columns = map(int, sys.argv[1].split())
-torch.ones(1, 1) @ torch.ones(1, 1)
-left, right, out = torch.ones(rows, inner), torch.ones(inner, columns), torch.ones(rows, columns)
-before = anonymous()
-torch.mm(left, right, out=out)
-real = anonymous() - before
-print(real, buffers_of(frozenset([(rows, inner, columns)]), 1), buffers_of(frozenset(), 1))
-"""
-
-
-@pytest.mark.parametrize("sizes", ["256 768 768", "1024 2048 768"])
-def test_what_mkl_keeps_of_a_product_is_measured(sizes: str) -> None:
-    command = [sys.executable, "-c", FIRST_PRODUCT, sizes]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    real, measured, none = map(int, out.split())
-    assert real > 300_000
-    assert measured == pytest.approx(real, abs=400_000 + 0.1 * real)
-    assert none == 0
-
-
-def test_what_mkl_keeps_is_the_same_for_every_batch_size() -> None:
-    model = nn.Linear(1024, 1024)
-    work = mt.Workload(lambda: model, partial(_rows, 1024), squares, batch_size=512)
-    profile = mt.Profile.from_dict(json.loads(dump_json(mt.profile(work, options=[]).to_dict())))
-    steps = [profile.predict(mt.Policy(()), batch_size=size) for size in (256, 512, 4096)]
-    assert len({step.library_bytes for step in steps}) == 1
-    assert steps[0].library_bytes > 300_000  # type: ignore[operator]
-    assert steps[0].reserved_bytes == steps[0].peak_bytes  # a budget does not limit it
-
-
-def test_what_mkl_keeps_counts_in_what_fits() -> None:
-    work = mt.Workload(lambda: nn.Linear(1024, 1024), partial(_rows, 1024), squares, batch_size=512)
-    fit = mt.estimate(work)
-    assert fit.library_bytes > 300_000
-    assert fit.needed_bytes == math.ceil(1.03 * fit.reserved_bytes) + fit.library_bytes + 8 * 10**6
-
-
-def test_reserved_bytes_count_workspaces() -> None:
-    with_workspace = mt.estimate(convolutions(4))
-    assert with_workspace.reserved_bytes > with_workspace.peak_bytes + 10**6
+def test_the_peak_counts_workspaces_and_tensors_stand_alone() -> None:
+    fit = mt.estimate(convolutions(4))
+    assert fit.peak_bytes > fit.tensor_bytes + 10**6
     without = mt.estimate(LINEAR)
-    assert without.reserved_bytes == pytest.approx(without.peak_bytes, rel=1e-3)
+    assert without.peak_bytes == pytest.approx(without.tensor_bytes, rel=1e-3)
 
 
 POLICIES = [mt.Policy.parse(""), mt.Policy.uniform(level=16), mt.Policy.uniform(level=4, store="derive")]
@@ -296,16 +251,10 @@ def _profile() -> mt.Profile:
 def test_a_profile_predicts_the_workspaces_of_any_policy_and_batch_size(profile: mt.Profile) -> None:
     for policy in POLICIES:
         for size in (4, 6):
-            predicted = profile.predict(policy, batch_size=size)
-            assert known(predicted.reserved_bytes) > predicted.peak_bytes + 10**6
-            estimated = mt.estimate(convolutions(size), policy).reserved_bytes
-            assert predicted.reserved_bytes == pytest.approx(estimated, rel=1e-3)
-
-
-def test_without_workspaces_a_step_reserves_its_peak() -> None:
-    predicted = mt.profile(LINEAR, options=[]).predict(mt.Policy.uniform(level=16))
-    assert predicted.reserved_bytes == predicted.peak_bytes
-    assert predicted.workspaces_text == ""
+            predicted = profile.predict(policy, batch_size=size).peak_bytes
+            work = convolutions(size)
+            assert predicted == pytest.approx(mt.estimate(work, policy).peak_bytes, rel=1e-3)
+            assert predicted == pytest.approx(second_step(work, policy).peak_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=BFLOAT16)])
@@ -358,11 +307,14 @@ def unwritten(tensor: torch.Tensor) -> int:
     return tensor.nbytes - page * sum(flags & 1 for flags in resident)
 
 
-def test_an_lstm_reserves_less_than_its_tensors_have() -> None:
+def test_an_lstm_needs_less_than_its_tensors_have() -> None:
     model = lambda: Composed(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(64, 128))  # noqa: E731
     work = mt.Workload(model, lambda size: torch.randn(32, size, 64), squares, batch_size=16)
-    predicted = mt.profile(work, options=[]).predict(mt.Policy.parse(""))
-    assert known(predicted.reserved_bytes) < 0.9 * predicted.peak_bytes
+    predicted, step = mt.profile(work, options=[]).predict(POLICIES[0]), second_step(work, POLICIES[0])
+    assert predicted.peak_bytes == pytest.approx(step.peak_bytes, rel=1e-3)
+    assert step.peak_bytes < 0.9 * step.tensor_bytes
+    assert predicted.peak is not None
+    assert sum(predicted.peak.bytes.values()) == predicted.peak_bytes
 
 
 def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(
@@ -381,13 +333,11 @@ def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(
 
 def test_a_budget_limits_the_bytes_with_workspaces(profile: mt.Profile) -> None:
     plain = profile.predict(mt.Policy.parse(""))
-    reserved = known(plain.reserved_bytes)
-    assert mt.search_policy(profile, reserved).is_exact
-    plan = mt.search_policy(profile, reserved - 1)
+    assert mt.search_policy(profile, plain.peak_bytes).is_exact
+    plan = mt.search_policy(profile, plain.peak_bytes - 1)
     assert not plan.is_exact
-    assert plain.peak_bytes < known(plan.budget_bytes)
-    assert known(plan.predicted.reserved_bytes) <= known(plan.budget_bytes)
-    assert mt.search_policy(profile, "90%").budget_bytes == int(0.9 * reserved)
+    assert plan.predicted.peak_bytes <= known(plan.budget_bytes)
+    assert mt.search_policy(profile, "90%").budget_bytes == int(0.9 * plain.peak_bytes)
 
 
 def convolutions(batch_size: int) -> mt.Workload:

@@ -202,7 +202,7 @@ def test_a_reading_takes_no_more_memory_than_the_plan(
             older: list[Tensor] = [*model.parameters(), *model.buffers(), *batch]
             meter.count_older([*older, *gradients_of(model), *tensors_in(optimizer.state)])
             assert monitor.step(batch) is not None
-        peaks.append(meter.high_water)
+        peaks.append(meter.tensor_peak)
         optimizer.zero_grad()
     assert max(peaks) <= mt.Plan.load(run / "plan.json").predicted.peak_bytes
 

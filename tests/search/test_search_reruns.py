@@ -62,7 +62,7 @@ def test_plans_have_the_bytes_and_the_time_of_predictions(
     chosen = _drawn(space, random.Random(seed))
     assert space.is_consistent(chosen)
     assignment = space.assignment(chosen)
-    step = profile.timeline.at().with_workspaces.under(assignment)
+    step = profile.timeline.at().under(assignment)
     live = space.live(chosen)
     # Each module rounds its share of the bytes outside of all modules up.
     assert abs(live - step.live).max() <= len(space.modules)

@@ -121,7 +121,7 @@ def test_without_time_there_is_an_error_and_not_an_answer(profile: Profile) -> N
 def test_a_batch_that_no_look_had_time_for_is_too_large(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(profile.timeline.at().needed_bytes({}))
+    limits = Limits(profile.timeline.at().peak_bytes({}))
 
     def most() -> int:
         return most_samples(profile, lambda _: limits, "error", 0.1, {}, NO_RESTRICTIONS)

@@ -8,11 +8,8 @@ c10/cuda/CUDACachingAllocator.cpp with its default settings.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor, UntypedStorage
 
 from mesa_tune.profiler.cuda.reductions import reduction_bytes, this_processor
 from mesa_tune.profiler.memory.meter import Meter
@@ -111,16 +108,12 @@ def _merged(first: Block, second: Block) -> Block:
 
 
 class AllocatorMeter(Meter):
-    """A meter that passes every birth and death of a storage, and partial sums, to a simulated allocator.
+    """A meter that passes every birth and death of a storage, and partial sums, to a simulated allocator."""
 
-    `older` and `others`: tensors and storages that exist already, in the order in which they were made.
-    """
-
-    def __init__(self, older: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
-        self.count_older(older, others)
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         size = reduction_bytes(func, args, this_processor())

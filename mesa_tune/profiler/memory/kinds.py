@@ -26,11 +26,12 @@ def moment_text(phase: str, layer: str | None) -> str:
 
 @dataclass(frozen=True)
 class Peak:
-    """The slot of a step in which most bytes are alive.
+    """The slot of a step that needs the most bytes.
 
     `layer`: whose call it is; None between calls. `phase`: forward, backward or step (the optimizer's).
-    `bytes`: alive then, by kind; they sum to the peak. Weights include buffers. Working memory is everything
-    that no backward needs later: results on their way, decoded copies, buffers of the optimizer's step.
+    `bytes`: needed then, by kind; they sum to the peak. Weights include buffers. Working memory is everything
+    that no backward needs later: results on their way, decoded copies, buffers of the optimizer's step, and
+    what kernels take besides tensors.
     """
 
     layer: str | None

@@ -30,22 +30,21 @@ KINDS: Final = ("coded", "side", "plain", "always")
 
 @dataclass(frozen=True)
 class Work:
-    """The most bytes alive in a slot without static ones and spans, at the two batch sizes.
+    """The most bytes needed in a slot without static ones and spans, at the two batch sizes.
 
-    `live`: in each of `CASES` of the slot's layer, with temporaries of encoding and decoded copies; all equal
-    where there is no layer. `workspaces`: what kernels take besides tensors, in each case. `gradients`: those
-    of parameters, among them.
+    `live`: in each of `CASES` of the slot's layer, with temporaries of encoding, decoded copies, and what
+    kernels take besides tensors; all equal where there is no layer. `gradients`: those of parameters, among
+    them.
     """
 
     live: tuple[SizePair, ...]
-    workspaces: tuple[SizePair, ...]
     gradients: SizePair = (0, 0)
 
     @staticmethod
     def of(exact: SizePair, packed: SizePair, derived: SizePair | None = None) -> Work:
-        """Return the work of a layer that takes the same bytes in all other cases, without workspaces."""
+        """Return the work of a layer that takes the same bytes in all other cases."""
         live = {"exact": exact, "derived": derived or packed}
-        return Work(tuple(live.get(case, packed) for case in CASES), (NOTHING,) * len(CASES))
+        return Work(tuple(live.get(case, packed) for case in CASES))
 
 
 NOTHING: Final = (0, 0)
@@ -113,7 +112,7 @@ class Timeline:
     stores in parts; it stores exactly where `quant_groups` divides none. `samplers`: layers that may leave
     out rows. `valued`: layers that may store fixed levels. `modules`: those that can run again in backward.
     Settings by their names, with `store: recompute`, are those of their inputs. `libraries`: bytes that
-    oneDNN and MKL keep besides, under every policy and about the same for every batch.
+    oneDNN keeps besides, under every policy and about the same for every batch.
     """
 
     batch_sizes: SizePair
@@ -135,11 +134,11 @@ class Timeline:
         return self.at(batch_size).saved_bytes(assignment)
 
     def live(self, assignment: Assignment, batch_size: int | None = None) -> NDArray[np.int64]:
-        """Return the bytes alive in each slot, static ones included; shape [slots]."""
+        """Return the bytes needed in each slot, static ones included; shape [slots]."""
         return self.at(batch_size).live(assignment)
 
     def peak_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
-        """Return the most bytes alive at once in the step."""
+        """Return the most bytes needed at once in the step."""
         return self.at(batch_size).peak_bytes(assignment)
 
     def at(self, batch_size: int | None = None) -> SizedTimeline:
@@ -163,15 +162,6 @@ class Timeline:
         """
         small = (span for span in self.kept if span.kind == "coded" and 0 < span.size[0] <= self.min_elements)
         return sorted({layer for span in small for layer in span.layers} & set(self.hooked))
-
-    def excess(self) -> tuple[int, str | None]:
-        """Return the most bytes by which spans exceed what a traced step has in a slot, and the slot's layer.
-
-        Where they do, the bytes of other policies than the traced ones are estimates. (0, None): nowhere.
-        """
-        least = ((min(size for size, _ in slot.once.live), slot) for slot in self.slots)
-        worst, slot = min(least, key=lambda pair: pair[0], default=(0, None))
-        return (0, None) if worst >= 0 or slot is None else (-worst, slot.layer)
 
     def scaled(self, pair: SizePair, batch_size: int) -> int:
         """Return the size at `batch_size` on the line through `pair`, rounded, at least 0."""
@@ -247,9 +237,9 @@ class _Sizing:
         return self.source.scaled(pair, self.batch_size)
 
     def _work(self, works: Sequence[Work]) -> SizedWork:
-        rows = [tuple(map(self._size, (*work.live, *work.workspaces, work.gradients))) for work in works]
-        sizes = np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(CASES) + 1)
-        return SizedWork(sizes[:, : len(CASES)], sizes[:, len(CASES) : -1], sizes[:, -1])
+        rows = [tuple(map(self._size, (*work.live, work.gradients))) for work in works]
+        sizes = np.array(rows, dtype=np.int64).reshape(len(rows), len(CASES) + 1)
+        return SizedWork(sizes[:, :-1], sizes[:, -1])
 
     def _traits(self) -> dict[str, LayerTraits]:
         source, largest = self.source, dict(self._largest_calls())
@@ -326,8 +316,7 @@ def _slot(values: Mapping[str, Any]) -> Slot:
 
 
 def _work(values: Mapping[str, Any]) -> Work:
-    live, workspaces = (tuple(map(_pair, values[name])) for name in ("live", "workspaces"))
-    return Work(live, workspaces, _pair(values["gradients"]))
+    return Work(tuple(map(_pair, values["live"])), _pair(values["gradients"]))
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

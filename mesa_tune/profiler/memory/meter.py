@@ -6,7 +6,8 @@ lives), whose callbacks record each death when it happens. It shares no code wit
 can check it.
 
 What it cannot see: memory that a kernel allocates and frees within one call, and memory that no tensor owns.
-A storage that is first seen as an argument counts as older than the meter.
+On the CPU it adds a model of the first (workspaces.py). A storage that is first seen as an argument counts
+as older than the meter.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, LossStepper, Stepper, TrainingStep
 from mesa_tune.workload.user_code import is_out_of_memory
@@ -44,16 +46,19 @@ class _Birth:
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages born since the meter was entered: alive now, and their high-water mark.
+    """Bytes of the storages born since the meter was entered: alive now, and the most at once.
 
     Works in the forward, in the backward and in the optimizer's step, on every device. Bytes are those of
-    whole storages; each is counted once, however many tensors view it.
+    whole storages; each is counted once, however many tensors view it. `tensor_peak`: the most of tensors
+    alone. `peak`: the most with what kernels take besides, and without what no kernel has written.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
-        self.high_water = 0
+        self.tensor_peak = 0
+        self.peak = 0
+        self._untouched = UntouchedBytes()
         self._births: dict[int, _Birth] = {}
         self._older: dict[int, weakref.ref[UntypedStorage]] = {}
         self._count = 0
@@ -92,12 +97,24 @@ class Meter(TorchDispatchMode):
         return result
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Called after each operator, for subclasses."""
+        """Count what an operator took besides tensors; called after each."""
+        self._untouched.see(func, args, result)
+        self._reach(workspace_bytes(func, args, result))
+
+    def _reach(self, more: int = 0) -> None:
+        """Count the bytes alive now and `more` as a moment of the step."""
+        self.peak = max(self.peak, self.written_bytes + more)
+
+    @property
+    def written_bytes(self) -> int:
+        """The live bytes that some kernel has written: the others take addresses, and no memory."""
+        return self.live_bytes - self._untouched.nbytes
 
     def count_older(self, tensors: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
         """Count tensors and storages that exist already, in this order, as if they were born now."""
         for storage in (*storages(list(tensors)), *others):
             self._see_result(storage)
+        self._reach()
 
     def mark(self) -> int:
         """Return the current moment, for `live_since`."""
@@ -120,9 +137,9 @@ class Meter(TorchDispatchMode):
         watched = [birth.watch() for birth in self._births.values()]
         return [storage for storage in watched if storage is not None]
 
-    def reset_high_water(self) -> None:
-        """Set the high-water mark to the bytes alive now."""
-        self.high_water = self.live_bytes
+    def reset_peak(self) -> None:
+        """Begin again with the bytes alive now."""
+        self.tensor_peak, self.peak = self.live_bytes, self.written_bytes
 
     def _see_argument(self, storage: UntypedStorage) -> None:
         """Record a storage that is older than the meter, or the new size of a counted one."""
@@ -143,6 +160,7 @@ class Meter(TorchDispatchMode):
             self._older.pop(key, None)
             self.live_bytes -= before
             self._see_result(storage)
+        self._reach()
 
     def _see_result(self, storage: UntypedStorage) -> None:
         key = storage._cdata
@@ -158,19 +176,24 @@ class Meter(TorchDispatchMode):
     def _resize(self, birth: _Birth, size: int) -> None:
         self.live_bytes += size - birth.bytes
         birth.bytes = size
-        self.high_water = max(self.high_water, self.live_bytes)
+        self.tensor_peak = max(self.tensor_peak, self.live_bytes)
 
     def _record_death(self, key: int) -> None:
+        self._untouched.forget(key)
         self.live_bytes -= self._births.pop(key).bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of one training step: static (weights, buffers, optimizer state, batch), saved, and the peak."""
+    """Bytes of one training step: static (weights, buffers, optimizer state, batch), saved, and the peak.
+
+    `tensor_bytes`: the peak of tensors alone.
+    """
 
     static_bytes: int
     saved_bytes: int
     peak_bytes: int
+    tensor_bytes: int
 
 
 def measure_step(
@@ -197,8 +220,8 @@ def measure_second_step(
     The first step creates optimizer state and lazy buffers. `convert`: called after it, and then the memory
     is that of the first step of the converted model or of the one after it, whichever takes more. Saved: born
     after the model and the batch, and alive when a backward begins, except parameters, their gradients,
-    buffers, optimizer state and the loss itself; of several backwards the most. Peak: on the CPU the
-    high-water mark of live storages; on CUDA the allocator's own, less what it had allocated before.
+    buffers, optimizer state and the loss itself; of several backwards the most. Peak: on the CPU that of
+    live storages and of what kernels take besides; on CUDA the allocator's own, less what it had before.
     `forward`: see `Stepper`.
     """
     inputs = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
@@ -216,7 +239,7 @@ def measure_second_step(
         static = [*inputs, *tensors_in(stepper.state)]
         static_bytes = bytes_of([*static, *gradients_of(model)])
         older = bytes_of(static) - meter.counted_bytes(static)
-        meter.reset_high_water()
+        meter.reset_peak()
         if is_cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -227,8 +250,8 @@ def measure_second_step(
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - foreign
         else:
-            peak = older + meter.high_water
-    return StepMemory(static_bytes, saved.most, peak)
+            peak = older + meter.peak
+    return StepMemory(static_bytes, saved.most, peak, older + meter.tensor_peak)
 
 
 class _SavedBytes(StepEvents):

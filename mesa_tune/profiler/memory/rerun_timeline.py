@@ -51,11 +51,7 @@ def rerun_timeline(
 
 def _with_others(again: Work, once: Work) -> Work:
     """Return the work `again` in which other codecs add to the packed case what they add `once`."""
-    return replace(
-        again,
-        live=_added(again.live, once.live),
-        workspaces=_added(again.workspaces, once.workspaces),
-    )
+    return replace(again, live=_added(again.live, once.live))
 
 
 def _added(again: Sequence[SizePair], once: Sequence[SizePair]) -> tuple[SizePair, ...]:

@@ -6,7 +6,7 @@ is an array, prepared once, and a policy takes a few operations on whole arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -25,39 +25,21 @@ class SizedTimeline(StepArrays):
     """A timeline at one batch size."""
 
     @cached_property
-    def with_workspaces(self) -> SizedTimeline:
-        """The same step in which workspaces count as live bytes."""
-        work = self.once.with_workspaces, self.again and self.again.with_workspaces
-        return self._changed(work, self.spans, self.modules)
-
-    @cached_property
     def without_reruns(self) -> SizedTimeline:
         """The same step, in which no module runs again: with half of the spans, so in less time."""
-        return self._changed((self.once, None), [span for span in self.spans if not span.again], ())
-
-    def _changed(
-        self,
-        work: tuple[SizedWork, SizedWork | None],
-        spans: Sequence[SizedSpan],
-        modules: tuple[str, ...],
-    ) -> SizedTimeline:
-        sizes = self.batch_size, self.static_kinds
-        return SizedTimeline(*sizes, self.slots, work, spans, self.traits, self.serving, modules)
-
-    def needed_bytes(self, assignment: Assignment) -> int:
-        """Return the peak, workspaces included."""
-        return self.with_workspaces.peak_bytes(assignment)
+        spans, sizes = [span for span in self.spans if not span.again], (self.batch_size, self.static_kinds)
+        return SizedTimeline(*sizes, self.slots, (self.once, None), spans, self.traits, self.serving)
 
     def under(self, assignment: Assignment) -> StepBytes:
         """Return the bytes of the step under `assignment`."""
         return StepBytes(self, assignment)
 
     def live(self, assignment: Assignment) -> Bytes:
-        """Return the bytes alive in each slot, static ones included; shape [slots]."""
+        """Return the bytes needed in each slot, static ones included; shape [slots]."""
         return self.under(assignment).live
 
     def peak_bytes(self, assignment: Assignment) -> int:
-        """Return the most bytes alive at once in the step."""
+        """Return the most bytes needed at once in the step."""
         return self.under(assignment).peak_bytes
 
     def saved_bytes(self, assignment: Assignment) -> int:
@@ -195,7 +177,7 @@ class StepBytes:
 
     @cached_property
     def work(self) -> Bytes:
-        """The bytes alive in each slot without static ones and spans; shape [slots]."""
+        """The bytes needed in each slot without static ones and spans; shape [slots]."""
         work = self._mixed(self.sized.once.live, self.sized.again and self.sized.again.live)
         in_slices = any(self.assignment[name].tile > 1 for name in self.reruns)
         return work + self._left if self.reruns and not in_slices else work
@@ -235,7 +217,7 @@ class StepBytes:
 
     @cached_property
     def live(self) -> Bytes:
-        """The bytes alive in each slot, static ones included; shape [slots]."""
+        """The bytes needed in each slot, static ones included; shape [slots]."""
         changes = np.zeros(len(self.sized.slots) + 1, dtype=np.int64)
         births, deaths = self.sized.edges
         born = self.spans - self.kept
@@ -246,39 +228,31 @@ class StepBytes:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once in the step."""
+        """The most bytes needed at once in the step."""
         return int(self.live.max(initial=self.sized.static))
 
     @property
-    def reserved_bytes(self) -> int:
-        """The most bytes at once with the workspaces of kernels."""
-        return int((self.live + self._workspaces).max(initial=self.sized.static))
-
-    @cached_property
-    def _workspaces(self) -> Bytes:
-        return self._mixed(self.sized.once.workspaces, self.sized.again and self.sized.again.workspaces)
-
-    @property
     def without_gradients(self) -> int:
-        """The most bytes before the optimizer's step, with workspaces, without gradients of the step."""
+        """The most bytes before the optimizer's step, without gradients of the step."""
         sized = self.sized
         before = np.array([slot.phase != "step" for slot in sized.slots], dtype=bool)
-        alive = self.live + self._workspaces - np.minimum(sized.once.gradients, self.work)
+        alive = self.live - np.minimum(sized.once.gradients, self.work)
         return int(alive[before].max(initial=sized.static))
 
     @property
     def peak(self) -> Peak:
-        """The first slot with the most bytes alive, and their kinds."""
+        """The first slot with the most bytes, and their kinds."""
         sized = self.sized
         if not sized.slots:
             return Peak(None, "forward", sized.static_kinds)
         index = int(self.live.argmax())
         slot, (births, deaths) = sized.slots[index], sized.edges
         alive = (births <= index) & (index < deaths)
-        saved = int(np.where(alive, self.spans, self.kept).sum())
+        working = int(self.work[index])  # below 0: of what is saved, some was never written
+        saved = int(np.where(alive, self.spans, self.kept).sum()) + min(0, working)
         work = sized.again if sized.again and self.again[index] == 1 else sized.once
-        gradients = min(int(work.gradients[index]), int(self.work[index]))
-        born = {GRADIENTS: gradients, SAVED: saved, WORKING: int(self.work[index]) - gradients}
+        gradients = min(int(work.gradients[index]), max(0, working))
+        born = {GRADIENTS: gradients, SAVED: saved, WORKING: max(0, working) - gradients}
         kinds = {
             kind: sized.static_kinds.get(kind, 0) + born.get(kind, 0) for kind in (*STATIC, SAVED, WORKING)
         }

@@ -27,16 +27,10 @@ class SlotName(NamedTuple):
 
 
 class SizedWork(NamedTuple):
-    """The `Work` of all slots at one batch size: live and workspaces [slots, cases], gradients [slots]."""
+    """The `Work` of all slots at one batch size: live [slots, cases], gradients [slots]."""
 
     live: Bytes
-    workspaces: Bytes
     gradients: Bytes
-
-    @property
-    def with_workspaces(self) -> SizedWork:
-        """The work in which workspaces count as live bytes."""
-        return SizedWork(self.live + self.workspaces, np.zeros_like(self.workspaces), self.gradients)
 
 
 @dataclass(frozen=True)

@@ -40,23 +40,19 @@ class Lifetime:
 
 @dataclass
 class SlotTrace:
-    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was.
+    """Part of the step that begins with a call of `layer`: the most bytes that it needs at once.
 
-    `again`: the call runs again, in the backward. `reserved`: the most at the end of an operator, with the
-    workspace that it took, and without what no operator has written.
+    `high`: at the end of an operator, with the workspace that it took, and without what no operator has
+    written. `tensors`: of tensors alone; `moment`: when this was. `again`: the call runs again, in the
+    backward.
     """
 
     layer: str | None
     phase: str
     high: int
+    tensors: int
     moment: int
     again: bool = False
-    reserved: int = 0
-
-    @property
-    def workspaces(self) -> int:
-        """Bytes by which `reserved` exceeds the most bytes alive; below 0 where much is never written."""
-        return self.reserved - self.high
 
 
 @dataclass
@@ -272,8 +268,12 @@ class StepTrace:
         return self.is_saved(number) and number not in self.side
 
     def peak(self) -> int:
-        """Return the most bytes alive at once, without those that are older than the step."""
+        """Return the most bytes that are needed at once, without those that are older than the step."""
         return max(slot.high for slot in self.slots)
+
+    def tensor_peak(self) -> int:
+        """Return the most bytes of tensors alone."""
+        return max(slot.tensors for slot in self.slots)
 
 
 def block_of(layer: str, modules: Collection[str]) -> str | None:

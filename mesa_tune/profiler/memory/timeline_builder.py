@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -77,6 +78,20 @@ class TracedPair:
     def batch_sizes(self) -> SizePair:
         """The two batch sizes, equal where the steps differ."""
         return self.large.batch_size, self.small.batch_size
+
+    def excess(self) -> tuple[int, str | None]:
+        """Return the most bytes by which spans exceed a slot's tensors in a traced step, and its layer.
+
+        Where they do, the bytes of other policies than the traced ones are estimates. (0, None): nowhere.
+        """
+        saved = _saved(self.spans, len(self.slots), 0)
+        cases = zip(*(_aligned(trace, self.large.packed) for trace in self.large.cases), strict=True)
+        excess = (
+            (size - slot.tensors, slot.layer)
+            for slots, sizes in zip(cases, saved, strict=True)
+            for slot, size in zip(slots, sizes, strict=True)
+        )
+        return max(excess, key=itemgetter(0), default=(0, None))
 
 
 def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ...]) -> Timeline:
@@ -158,13 +173,12 @@ def slot_works(traced: TracedPair, spans: Sequence[TracedSpan]) -> list[tuple[Sl
     """Return each slot with its work.
 
     The timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot
-    in which their storage is not alive.
+    in which their storage is not alive, or no kernel has written it.
     """
     sizes = zip(_works(traced.large, spans, 0), _works(traced.small, spans, 1), strict=True)
     works = [tuple(map(_pairs, large, small)) for large, small in sizes]
     return [
-        (slot, Work(live, workspaces, *gradients))
-        for slot, (live, workspaces, gradients) in zip(traced.slots, works, strict=True)
+        (slot, Work(live, *gradients)) for slot, (live, gradients) in zip(traced.slots, works, strict=True)
     ]
 
 
@@ -175,7 +189,7 @@ def _pairs(large: Sequence[int], small: Sequence[int]) -> tuple[SizePair, ...]:
 def _works(
     steps: TracedSteps, spans: Sequence[TracedSpan], which: int
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield for each slot its live bytes outside spans and its workspaces in each case, and its gradients.
+    """Yield for each slot its live bytes outside spans in each case, and its gradients.
 
     `which`: position of the batch size.
     """
@@ -184,7 +198,7 @@ def _works(
     gradients = steps.packed.gradient_bytes().tolist()
     for slots, sizes, gradient in zip(cases, saved, gradients, strict=True):
         live = tuple(slot.high - size for slot, size in zip(slots, sizes, strict=True))
-        yield live, tuple(slot.workspaces for slot in slots), (gradient,)
+        yield live, (gradient,)
 
 
 def _saved(spans: Iterable[TracedSpan], count: int, which: int) -> list[list[int]]:

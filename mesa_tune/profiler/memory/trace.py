@@ -37,7 +37,6 @@ from mesa_tune.profiler.memory.step_trace import (
     StepTrace,
     TensorKey,
 )
-from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, Stepper
 
@@ -55,7 +54,6 @@ class Recorder(Meter):
         super().__init__()
         self.trace = StepTrace()
         self.now = 0
-        self._untouched = UntouchedBytes()
         self.open_slot(None, "forward")
         self.count_older(gradients)
         self.trace.gradients = {birth.number for birth in self._births.values()}
@@ -76,36 +74,33 @@ class Recorder(Meter):
         self._births = {key: birth for key, birth in self._births.items() if birth.number not in through}
         for slot in trace.slots:
             slot.high = max(0, slot.high - trace.static_gradients)
-            slot.reserved = max(0, slot.reserved - trace.static_gradients)
+            slot.tensors = max(0, slot.tensors - trace.static_gradients)
 
     def open_slot(self, layer: str | None, phase: str, *, again: bool = False) -> None:
         """Begin a new slot."""
         self.now += 1
-        slot = SlotTrace(layer, phase, self.live_bytes, self.now, again, self._written_bytes)
+        slot = SlotTrace(layer, phase, self.written_bytes, self.live_bytes, self.now, again)
         self.trace.slots.append(slot)
-
-    @property
-    def _written_bytes(self) -> int:
-        return self.live_bytes - self._untouched.nbytes
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self.trace.libraries.see(func, args)
-        self._untouched.see(func, args, result)
+        super()._called(func, args, result)
+
+    def _reach(self, more: int = 0) -> None:
         slot = self.trace.slots[-1]
-        slot.reserved = max(slot.reserved, self._written_bytes + workspace_bytes(func, args, result))
+        slot.high = max(slot.high, self.written_bytes + more)
 
     def _resize(self, birth: Any, size: int) -> None:
         super()._resize(birth, size)
         self.now += 1
         self.trace.lifetimes.setdefault(birth.number, Lifetime(size, self.now)).bytes = size
         slot = self.trace.slots[-1]
-        if self.live_bytes > slot.high:
-            slot.high, slot.moment = self.live_bytes, self.now
+        if self.live_bytes > slot.tensors:
+            slot.tensors, slot.moment = self.live_bytes, self.now
 
     def _record_death(self, key: int) -> None:
         self.now += 1
         self.trace.lifetimes[self._births[key].number].death = self.now
-        self._untouched.forget(key)
         super()._record_death(key)
 
 

@@ -5,32 +5,25 @@ What is hard: the libraries do not say. The rules are what resident memory showe
 not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a column of a matrix; a
 pointwise function copies each whole argument that is not of its dtype; and some functions copy an argument
 that is not contiguous. All of that is free when the call ends. What oneDNN compiles, anew for every shape,
-stays, and so do MKL's buffers for products of matrices in float32, which depend on the processor and are
-measured. And of the workspace that an LSTM saves, most is never written.
+stays. And of the workspace that an LSTM saves, most is never written.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from heapq import nlargest
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.engine.tensors import layout_of
 from mesa_tune.ops import fused
 from mesa_tune.ops.devices import on_cpu
 from mesa_tune.profiler.cuda.reductions import reduction_bytes, this_processor
-from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
 _COPYING = {
@@ -53,9 +46,13 @@ _COPYING = {
 }
 _UNCAST = {_ATEN.where.self: 0, _ATEN.masked_fill.Scalar: 1, _ATEN.masked_fill.Tensor: 1}
 """Pointwise functions with an argument, by its position, that is read in its own dtype."""
-_MATRICES = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
-"""Products of matrices, by the position of the first one."""
-_PRODUCTS = {*_MATRICES, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default}
+_PRODUCTS = {
+    _ATEN.mm.default,
+    _ATEN.bmm.default,
+    _ATEN.addmm.default,
+    _ATEN.baddbmm.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
 _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 _LSTM, _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
 _COMPILED = {
@@ -63,20 +60,6 @@ _COMPILED = {
     **{convolution: {torch.bfloat16: 100_000, torch.float32: 60_000} for convolution in _CONVOLUTIONS},
 }
 """About the bytes that oneDNN keeps for each shape; of bfloat16 where the processor has kernels for it."""
-_MOST_PRODUCTS, _LARGEST_SIZE = 4, 2048
-"""MKL's buffers are measured for so many products, the largest, and matrices of at most this size."""
-
-
-class WorkspaceMeter(Meter):
-    """A meter whose `most` also counts workspaces. `older`: tensors that exist already, which count too."""
-
-    def __init__(self, older: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
-        super().__init__()
-        self.most = 0
-        self.count_older(older, others)
-
-    def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        self.most = max(self.most, self.high_water, self.live_bytes + workspace_bytes(func, args, result))
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
@@ -101,11 +84,10 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 class LibraryMemory:
-    """What oneDNN and MKL keep of the calls that it has seen."""
+    """What oneDNN keeps of the calls that it has seen."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, int] = {}
-        self._products: set[tuple[int, int, int]] = set()
 
     def see(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count a call, if it is of a shape that was not seen before."""
@@ -113,10 +95,6 @@ class LibraryMemory:
         if sizes is None or args[0].device.type != "cpu":
             return
         dtype = args[0].dtype
-        if func in _MATRICES and dtype == torch.float32:
-            left, right = args[_MATRICES[func] :][:2]
-            rows, inner, columns = (min(_LARGEST_SIZE, size) for size in (*left.shape[-2:], right.shape[-1]))
-            self._products.add((rows, inner, columns))
         size = sizes.get(dtype)
         if size is not None and (dtype != torch.bfloat16 or _has_bfloat16()):
             forms = ((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
@@ -125,7 +103,7 @@ class LibraryMemory:
     @property
     def nbytes(self) -> int:
         """The bytes of all calls."""
-        return sum(self._seen.values()) + buffers_of(frozenset(self._products), torch.get_num_threads())
+        return sum(self._seen.values())
 
 
 class UntouchedBytes:
@@ -156,42 +134,6 @@ class UntouchedBytes:
     def nbytes(self) -> int:
         """The bytes of all storages that are alive."""
         return sum(self._bytes.values())
-
-
-@cache
-def buffers_of(products: frozenset[tuple[int, int, int]], threads: int) -> int:
-    """Return the bytes that MKL keeps of products in float32 on `threads`; 0 without MKL or Linux.
-
-    `products`: rows, inner size and columns of each. The largest are computed, because MKL does not say what
-    it writes, and takes more on processors with instructions for it.
-    """
-    largest = nlargest(_MOST_PRODUCTS, products, math.prod)
-    try:
-        give_back = ctypes.CDLL("libtorch_cpu.so").mkl_serv_free_buffers
-        return max([_growth(give_back, *sizes) for sizes in largest], default=0)
-    except (OSError, AttributeError):
-        return 0
-
-
-def _growth(give_back: Callable[[], object], rows: int, inner: int, columns: int) -> int:
-    """Return how much memory a product of matrices takes after MKL has given back its buffers."""
-    with _disable_current_modes():
-        left, right, out = (
-            torch.ones(size, dtype=torch.float32, device="cpu")
-            for size in ((rows, inner), (inner, columns), (rows, columns))
-        )
-        _ATEN.mm(left[:1, :1], right[:1, :1])  # what the first product of a process takes is not its own
-        give_back()
-        ctypes.CDLL(None).malloc_trim(0)
-        before = _anonymous_bytes()
-        _ATEN.mm.out(left, right, out=out)
-        return max(0, _anonymous_bytes() - before)
-
-
-def _anonymous_bytes() -> int:
-    """Return the resident memory of this process that is no file's."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    return 1024 * int(found[1]) if found else 0
 
 
 @cache

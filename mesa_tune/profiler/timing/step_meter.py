@@ -37,9 +37,9 @@ class StepMeter:
         self.tracer = tracer
 
     def peak(self, policy: Policy) -> int | None:
-        """Return the traced peak with workspaces, in bytes; None where it cannot be traced."""
+        """Return the traced peak, in bytes; None where it cannot be traced."""
         step = self.tracer.trace(policy)
-        return None if step is None else step.reserved
+        return None if step is None else step.peak
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
         """Return the gradient error of `policy` at each pair of a batch's draw and a rounding seed."""
