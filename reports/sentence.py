@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.prediction import UNSTEADY
 from mesa_tune.reports.contents import RunResults
 from mesa_tune.units import format_bytes, unbroken
 
@@ -51,10 +52,19 @@ def _peaks(results: RunResults) -> str:
 
 
 def _time(results: RunResults) -> str:
-    """Return `6 % slower`; empty if the times are unknown."""
-    ratio = step_ratio(results)
+    """Return `6 % slower`, what the measured pairs tell if they disagree; empty if the times are unknown."""
+    ratio, check = step_ratio(results), results.verification
     if ratio is None:
         return ""
+    pairs = None if check is None else check.step_ratio
+    if pairs is not None and pairs.low < 1 < pairs.high and pairs.high - pairs.low > UNSTEADY:
+        return f"a step’s time uncertain ({_slower(pairs.low)} to {_slower(pairs.high)})"
+    if pairs is None and results.profile.time_spread > UNSTEADY:
+        return "a step’s time uncertain"
+    return _slower(ratio)
+
+
+def _slower(ratio: float) -> str:
     if abs(ratio - 1) < _AS_FAST:
         return "as fast"
     return f"{100 * abs(ratio - 1):.0f} % {'slower' if ratio > 1 else 'faster'}"

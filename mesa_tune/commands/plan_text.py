@@ -115,13 +115,15 @@ def _errors(plan: Plan) -> list[str]:
 
 
 def _step(plan: Plan, profile: Profile) -> list[str]:
+    from mesa_tune.profiler.prediction import UNSTEADY
     from mesa_tune.search.objectives import to_same_result
 
     if plan.predicted.step_ms is None or not profile.step_ms:
         return []
     plain = profile.plain_ms(plan.batch_size)
     ratio, noise = plan.predicted.step_ms / plain, plan.predicted.gradient_noise_ratio
-    lines = [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]
+    sure = "" if profile.time_spread <= UNSTEADY else ", uncertain: the machine was not steady"
+    lines = [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted{sure}"]
     if noise:
         same = to_same_result(ratio, noise)
         lines.append(

@@ -9,6 +9,9 @@ from typing import Any
 from mesa_tune.files import typed
 from mesa_tune.profiler.memory.kinds import Peak
 
+UNSTEADY = 0.1
+"""Spread of step times, as a share of the plain step, at which nothing is claimed of them."""
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -68,7 +68,7 @@ class Profile:
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
-    every layer exact; None: unknown. `overlap_ms`: see `PriceTable`.
+    every layer exact; None: unknown. `overlap_ms`: see `PriceTable`. `time_spread`: see `spread_of`.
     `script`: the command in whose step the bytes were observed; what a policy would do is then unknown.
     """
 
@@ -104,6 +104,7 @@ class Profile:
     modules: tuple[ModuleEntry, ...] = ()
     tiled: TiledStep | None = None
     overlap_ms: float = 0.0
+    time_spread: float = 0.0
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.

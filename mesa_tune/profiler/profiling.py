@@ -41,7 +41,7 @@ from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
-from mesa_tune.profiler.timing.step_time import StepTimer, with_times
+from mesa_tune.profiler.timing.step_time import STEADY, StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
 from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
@@ -324,7 +324,14 @@ class _Profiling:
             return profile
         with unnoticed():  # a layer may have calls for which the timed settings have no effect
             times = self._timer(restore).times(timed_policies(profile, settings), seconds, self.show)
-        return with_times(profile, times, settings)
+        profile = with_times(profile, times, settings)
+        if times.spread <= STEADY:
+            return profile
+        unsteady = (
+            f"steps did not take equal times, as beside other work on this machine: predicted ones are "
+            f"uncertain by {times.spread:.0%} of a plain step"
+        )
+        return replace(profile, notes=(*profile.notes, unsteady))
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:
         return StepTimer(self.workload, self.model, self.optimizer, restore, clock_of(self.workload.device))

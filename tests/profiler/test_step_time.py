@@ -30,6 +30,7 @@ from mesa_tune.profiler.timing.step_time import (
     StepTimer,
     StepTimes,
     Turn,
+    spread_of,
     summarized,
     with_times,
 )
@@ -141,7 +142,42 @@ def test_no_turn_begins_when_the_time_is_over(timer: StepTimer, monkeypatch: pyt
     monkeypatch.setattr(step_time, "TURNS", 3)
     for seconds in (0.0, 3600.0):
         timer.times({Kind.EXACT: mt.Policy(())}, seconds)
-    assert counted == [1, 3]
+    monkeypatch.setattr(step_time, "spread_of", lambda turns: 0.1 * (len(turns) < 5))
+    timer.times({Kind.EXACT: mt.Policy(())}, 3600.0)  # until its turns agree
+    assert counted == [1, 3, 5]
+
+
+def test_the_spread_is_what_turns_leave_uncertain() -> None:
+    assert summarized([slowed(), slowed(2.0), slowed(1.5)]).spread == pytest.approx(
+        0.0
+    )  # it is slower, and steady
+    unsteady = [slowed(added=added) for added in (1.0, 9.0, 17.0, 25.0)]
+    # The packed steps take 1.2 to 3.6 times plain's; all other kinds the same in each turn.
+    assert spread_of(
+        [{kind: each[kind] for kind in (Kind.PLAIN, *HALVES)} for each in unsteady]
+    ) == pytest.approx(0.5 * (25.0 - 1.0) / 10.0 / 2.0)
+
+
+def test_options_take_no_longer_than_steps_allow() -> None:
+    """Options that were timed on a busier machine than steps make no policy faster than plain."""
+    profile = synthetic_profile()
+    busy = [
+        replace(
+            layer,
+            options=tuple(
+                replace(option, encode_ms=90.0 * option.encode_ms, decode_ms=90.0 * option.decode_ms)
+                for option in layer.options
+            ),
+        )
+        for layer in profile.layers
+    ]
+    added = {layer.name: 0.25 * layer.shape[-1] for layer in profile.layers}
+    timed = with_times(replace(profile, layers=tuple(busy)), StepTimes(50.0, 2.0, added, spread=0.2), FOUR)
+    for settings in dict.fromkeys(option.settings for layer in profile.layers for option in layer.options):
+        every = dict.fromkeys((layer.name for layer in profile.layers), settings)
+        predicted = timed.predict_assignment(every).step_ms
+        assert predicted is None or predicted > 0.85 * 50.0
+    assert timed.time_spread == 0.2
 
 
 def test_slow_steps_have_one_turn(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:

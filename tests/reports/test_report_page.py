@@ -14,7 +14,7 @@ import pytest
 from mesa_tune.cli import run
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.verification import Measured, Ratio, Verification
+from mesa_tune.profiler.verification import Measured, Ratio, Ratio, Verification
 from mesa_tune.reports.contents import RunResults, make_frames
 from mesa_tune.reports.sentence import sentence
 from mesa_tune.runs.folder import Run
@@ -163,6 +163,14 @@ class TestSentence:
         plan = replace(PLAN, predicted=replace(PLAN.predicted, step_ms=38.0, gradient_noise_ratio=2e-5))
         said = self.said(RunResults(PROFILE, plan))
         assert "5 % faster; the gradient’s noise grows by less than 0.01 %. Predicted" in said
+
+    def test_claims_no_time_that_is_uncertain(self) -> None:
+        check = replace(verified(PLAN), step_ratio=Ratio(0.6, 0.5, 1.1))
+        said = self.said(RunResults(PROFILE, PLAN, check))
+        assert ", a step’s time uncertain (50 % faster to 10 % slower)" in said
+        said = self.said(RunResults(replace(PROFILE, time_spread=0.3), PLAN))
+        assert "a step’s time uncertain" in said
+        assert "faster" not in said
 
     def test_without_times_and_noise_says_neither(self) -> None:
         predicted = replace(PLAN.predicted, step_ms=None, gradient_noise_ratio=None, gradient_error=None)

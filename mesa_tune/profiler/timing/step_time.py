@@ -12,10 +12,14 @@ counts. For seconds the whole machine may be slower: so a turn's times count rel
 Quartiles of spans add up to less than a step (to 0.28 of a plain step where 0.37 was measured): so the
 layers share what is missing of the steps as a whole. Cutting takes time: so steps that are cut are compared
 with an exact step that is cut, too.
+
+A machine that others use is never the same in two steps. So where turns differ, there are more of them; what
+remains uncertain is the `spread` of all predicted times.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -48,8 +52,11 @@ from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
 from mesa_tune.workload.workload import Workload
 
-TURNS = 3
-"""Numbers of timed turns, after one that plans the calls."""
+TURNS, MOST_TURNS = 3, 6
+"""Numbers of timed turns, after one that plans the calls: on a steady machine, and at most."""
+
+STEADY = 0.05
+"""Spread of times at which no further turn is needed; above, a profile says how uncertain its times are."""
 
 SLOW_MS = 1000.0
 """Steps that take longer have one turn: they last too long for short disturbances to count."""
@@ -58,6 +65,9 @@ Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
 _SAMPLED = (Kind.MOST_ROWS, Kind.FEWEST_ROWS)
+_SAVED = 0.1
+"""Share of a plain step that compressing all layers saves at most besides encoding and decoding."""
+
 _CUT = (Kind.CUT, *PACKED, Kind.DERIVING, *_SAMPLED)
 _UNOBSERVED = StepEvents()
 
@@ -72,7 +82,7 @@ class StepTimes(NamedTuple):
     `deriving`: likewise, where all derive what they can, empty if none can; `sampled`: likewise, by kinds of
     steps that leave out rows; `slices`: by losses that have slices; `rerun`: by all blocks that run again;
     `parts`: by all parts of blocks that run in slices. These three: None if there are none. `overlap`: what
-    two halves of the layers add to steps of their own beyond what all add to one.
+    two halves of the layers add to steps of their own beyond what all add to one. `spread`: see `spread_of`.
     """
 
     plain: float
@@ -84,6 +94,7 @@ class StepTimes(NamedTuple):
     overlap: float = 0.0
     sampled: Mapping[Kind, Mapping[str, float]] = MappingProxyType({})
     parts: float | None = None
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,8 @@ class StepTimer:
         while not turns or (len(turns) < count and time.monotonic() < end):
             show(f"step times, turn {len(turns) + 1} of {count}", len(turns) / count)
             turns.append(self._turn(batch, sessions))
+            if TURNS <= len(turns) == count < MOST_TURNS and spread_of(turns) > STEADY:
+                count += 1
         return summarized(turns)
 
     def _turn(self, batch: Any, sessions: Mapping[Kind, Session]) -> Turn:
@@ -180,7 +193,23 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
         _overlap(more),
         {kind: added(kind) for kind in _SAMPLED if kind in whole},
         more.get(Kind.SLICED),
+        spread_of(turns),
     )
+
+
+def spread_of(turns: Sequence[Turn]) -> float:
+    """Return by which share of a plain step the times of steps are uncertain, in the median of all kinds.
+
+    That is the width of the middle half of turns, over the root of their number. Times count relative to the
+    plain step of their turn, as in `summarized`. 0 for one turn, which tells nothing.
+    """
+    ratios = [
+        [sum(turn[kind].values()) / turn[Kind.PLAIN][None] for turn in turns]
+        for kind in turns[0]
+        if kind is not Kind.PLAIN
+    ]
+    widths = [np.subtract(*np.quantile(each, (0.75, 0.25))) for each in ratios]
+    return float(np.median(widths)) / math.sqrt(len(turns))
 
 
 def _together(added: Mapping[str, float], every: float | None) -> Mapping[str, float]:
@@ -292,7 +321,7 @@ def _layer_of(first: _Cut, second: _Cut) -> str | None:
 
 def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> Profile:
     """Return the profile with these times, measured under `settings`, and smoother times of options."""
-    hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
+    hooked, layers = profile.timeline.hooked, paced(smoothed(profile.layers), times, settings)
     # A search must not choose among equal blocks by what other work on the machine did to some of them.
     alike = means([_call_ms(one, times, settings, hooked) for one in layers], map(form, layers))
     layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
@@ -306,11 +335,44 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         step_ms=times.plain,
         routing_ms=times.routing,
         overlap_ms=times.overlap,
+        time_spread=times.spread,
         tiled=tiled,
         layers=tuple(layers),
         derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
         modules=with_rerun_times(profile.modules, times.rerun, settings.bits),
     )
+
+
+def paced(layers: Sequence[LayerEntry], times: StepTimes, settings: LayerSettings) -> list[LayerEntry]:
+    """Return the layers with times of options that are no longer than steps allow.
+
+    Options are timed alone, and some time before steps. Compressing saves a step `_SAVED` of its time at most
+    (memory that is not read). So where encoding and decoding in steps under `settings` add up to more than
+    what these steps take longer and this, the machine was slower when options were timed, and all of them are
+    as much shorter.
+    """
+    alone = sum(
+        layer.options[position].ms
+        for layer in layers
+        if layer.name in times.added and (position := layer.positions.get(settings)) is not None
+    )
+    most = max(0.0, sum(times.added.values()) + _SAVED * times.plain)
+    if alone <= most:
+        return list(layers)
+    return [
+        replace(
+            layer,
+            options=tuple(
+                replace(
+                    option,
+                    encode_ms=option.encode_ms * most / alone,
+                    decode_ms=option.decode_ms * most / alone,
+                )
+                for option in layer.options
+            ),
+        )
+        for layer in layers
+    ]
 
 
 def _call_ms(
