@@ -137,6 +137,7 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
 
     `without`: what can be done without the file, for the message.
     """
+    from mesa_tune.workload.model_file import file_fingerprint
     from mesa_tune.workload.workload import Workload
 
     profile.require_prices()
@@ -147,19 +148,19 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
             f"{profile.model}: no such file, though it was profiled\n"
             f"put it back, or `mesa-tune profile model.py --force{folder.option}` on its new path\n{without}"
         )
-    workload = Workload.load(
+    # A file that has changed is not even run.
+    if file_fingerprint(Path(profile.model)) != profile.fingerprint:
+        raise RunError(
+            f"{profile.model}: changed since it was profiled, or a local module that it imports did\n"
+            f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
+        )
+    return Workload.load(
         profile.model,
         batch_size=profile.batch_size,
         device=profile.device,
         autocast=profile.autocast or "none",
         seed=profile.seed,
     )
-    if workload.fingerprint != profile.fingerprint:
-        raise RunError(
-            f"{profile.model}: changed since it was profiled, or a local module that it imports did\n"
-            f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
-        )
-    return workload
 
 
 def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:

@@ -129,7 +129,7 @@ OPTIONS = {
     f"{PROFILE} --run model.py/below": ("model.py: is a file", "--run DIR"),
 }
 
-CHANGED = text("model.py", f"{MODEL}# more\n")
+CHANGED = text("model.py", f"{MODEL}raise ValueError('it ran')\n")
 STUDY, POLICY = "mesa-run/study.db", "mesa-run/policy.txt"
 NEWER_STUDY = ("UPDATE alembic_version SET version_num = 'v9'", "UPDATE version_info SET schema_version = 99")
 NO_PROFILE = ("profile.json: no such file", "`mesa-tune profile model.py`")
