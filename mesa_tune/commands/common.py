@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -154,13 +155,14 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
             f"{profile.model}: changed since it was profiled, or a local module that it imports did\n"
             f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
         )
-    return Workload.load(
+    workload = Workload.load(
         profile.model,
         batch_size=profile.batch_size,
         device=profile.device,
         autocast=profile.autocast or "none",
         seed=profile.seed,
     )
+    return replace(workload, random_state=profile.random_state)
 
 
 def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:

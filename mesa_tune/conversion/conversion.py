@@ -27,6 +27,9 @@ from mesa_tune.ops import NOISE_STEP, as_int64
 from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import MODULE
 
+MISSING_AFTER = 20
+"""Forwards after which a layer that has not run is called missing: models may skip layers at random."""
+
 _CPU = torch.device("cpu")
 _GRADIENTS = (
     "mesa-tune: gradients of an earlier backward are alive in the forward, which the budget of mt.auto does "
@@ -82,6 +85,7 @@ class Conversion:
         self.backwards = watch.backwards
         self.owed = 0
         self.watched = 0
+        self.forwards = 0
 
     def restart(self, seed: int) -> None:
         """Start as a new conversion with this seed would, but with the cached calls."""
@@ -101,6 +105,10 @@ class Conversion:
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
             self.changed = self._make_final()
+        self.forwards += 1
+        if self.forwards == MISSING_AFTER and self.catalog.skipped:
+            for text in self.catalog.unmatched(self.policy):
+                warn_once(text)
         if self.watched and root is not None:
             self._watch_gradients(root)
         registry.clear()

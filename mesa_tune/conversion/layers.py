@@ -7,7 +7,7 @@ first seen later takes the next index of its tag.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from mesa_tune.formulas.table import own_route
 from mesa_tune.policy import Policy
+from mesa_tune.policy.matching import around
 
 _PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
@@ -82,6 +83,7 @@ class Catalog:
         self._indices = self._count()
         self._totals: Counter[str] = Counter()
         self._is_final = False
+        self._ran: set[str] = set()
 
     @staticmethod
     def of(model: nn.Module) -> "Catalog":
@@ -105,6 +107,7 @@ class Catalog:
 
     def index(self, layer: str, tag: str, module: str) -> int | None:
         """Return the index of `layer` within `tag`; None if it has none yet. Add the layer if it is new."""
+        self._ran.update((layer, *around(layer)))
         if layer not in self._layers:
             self._layers[layer] = (tag, self._positions.get(module, 0))
             if self._is_final:
@@ -127,7 +130,21 @@ class Catalog:
         self._is_final = True
         self._indices = self._count()
         self._totals.update(tag for tag, _ in self._layers.values())
-        return policy.unmatched([(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()])
+        return self.unmatched(policy, self.skipped)
+
+    @property
+    def skipped(self) -> set[str]:
+        """The modules that are layers and have not run with gradients yet, and what is around them alone.
+
+        A model may skip them at random (LayerDrop).
+        """
+        waiting = {name for name in self._layers if name not in self._ran}
+        return {module for name in waiting for module in (name, *around(name))} - self._ran
+
+    def unmatched(self, policy: Policy, skipped: Collection[str] = ()) -> tuple[str, ...]:
+        """Return warnings of names that no layer has, but for those in modules that were `skipped`."""
+        layers = [(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()]
+        return policy.unmatched(layers, skipped)
 
     def state(self) -> dict[str, Any]:
         """Return the layers and their indices as plain values."""

@@ -50,11 +50,20 @@ def bound_rules(rules: Sequence[Rule], layers: TaggedLayers) -> dict[str, tuple[
 
 
 class Names:
-    """Layers and modules that rules may name. `complete`: calls of functions are among them."""
+    """Layers and modules that rules may name. `complete`: calls of functions are among them.
 
-    def __init__(self, layers: Iterable[Layer], modules: Collection[str], complete: bool) -> None:
+    `skipped`: modules that have not run yet, of whose calls nothing is known.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        modules: Collection[str],
+        complete: bool,
+        skipped: Collection[str] = (),
+    ) -> None:
         self.layers = list(layers)
-        self.complete = complete
+        self.complete, self.skipped = complete, frozenset(skipped)
         self.by_tag: dict[str, set[str]] = {}
         self.indices: dict[str, set[int]] = {}
         for tag, index, name in self.layers:
@@ -63,14 +72,19 @@ class Names:
         names = {name for _, _, name in self.layers}
         self.modules = {
             *modules,
-            *(name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)),
+            *(module for name in names for module in around(name)),
             *names,
         }
         self.has_loss = any(name.startswith(_LOSS) for name in names)
         self.has_model = any(not f"{name}.".startswith(_LOSS) for name in {*names, *modules})
 
     def can_check(self, name: str) -> bool:
-        """Return True if there are layers of the part that `name` belongs to: the loss or the model."""
+        """Return True if there are layers of the part that `name` belongs to: the loss or the model.
+
+        Not of a module that has not run yet.
+        """
+        if not self.skipped.isdisjoint(around(name)):
+            return False
         return self.has_loss if name.startswith(_LOSS) else self.has_model
 
     def has(self, tags: Collection[str], name: str) -> bool:
@@ -92,6 +106,11 @@ class Names:
         return position.isdecimal() and hasattr(F, function) and self._may_be_a_call(name)
 
 
+def around(name: str) -> Iterator[str]:
+    """Yield what may be modules around a layer: all beginnings of its name that end before a dot."""
+    return (name[: dot.start()] for dot in re.finditer(r"\.", name))
+
+
 def mismatches(rules: Sequence[Rule], names: Names, source: str) -> Iterator[str]:
     """Yield a message for every index and every name without wildcard that no layer has."""
     for group in _by_condition(rules):
@@ -106,7 +125,7 @@ def _problems(rule: Rule, tags: Sequence[str], names: Names) -> Iterator[tuple[s
     if rule.names is not None:
         plain = [name for name in rule.names if not is_glob(name) and names.can_check(name)]
         problems = [_name_problem(tags, name, names) for name in plain]
-    elif isinstance(rule.indices, tuple) and names.complete:
+    elif isinstance(rule.indices, tuple) and names.complete and not names.skipped:
         problems = [_index_problem(tags, index, names) for index in rule.indices]
     return (problem for problem in problems if problem is not None)
 

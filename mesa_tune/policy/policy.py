@@ -203,12 +203,13 @@ class Policy:
         complete: bool = True,
         modules: Collection[str] = (),
         source: str | None = None,
+        skipped: Collection[str] = (),
     ) -> tuple[str, ...]:
         """Raise PolicyError if the policy is another model's, or names a layer that is not among `layers`.
 
         `layers` are (tag, index, name); `modules` are names of modules. `complete=False`: calls of functions
-        are still unknown, so any index is accepted, and any name of a call in one of `modules`. With `force`
-        nothing is raised, and the messages are returned.
+        are still unknown, so any index is accepted, and any name of a call in one of `modules`. `skipped`:
+        modules that have not run yet. With `force` nothing is raised, and the messages are returned.
         """
         shown = source or self.source
         problems = (
@@ -216,7 +217,7 @@ class Policy:
             if fingerprint is None or self.header.is_for(fingerprint)
             else [self._foreign(fingerprint, shown, _FOREIGN)]
         )
-        problems += mismatches(self.rules, Names(layers, modules, complete), shown)
+        problems += mismatches(self.rules, Names(layers, modules, complete, skipped), shown)
         if problems and not force:
             raise PolicyError(problems[0])
         return tuple(problems)
@@ -231,9 +232,12 @@ class Policy:
         for text in unavailable(self.rules):
             raise PolicyError(text)
 
-    def unmatched(self, layers: Iterable[Layer]) -> tuple[str, ...]:
-        """Return a message for every index and name without wildcard that none of all `layers` has."""
-        return self.check(layers, force=True)
+    def unmatched(self, layers: Iterable[Layer], skipped: Collection[str] = ()) -> tuple[str, ...]:
+        """Return a message for every index and name without wildcard that none of all `layers` has.
+
+        But for layers of modules that have not run yet, `skipped`.
+        """
+        return self.check(layers, force=True, skipped=skipped)
 
     def _repr_html_(self) -> str:
         rows = [[rule.tag, shorten(rule.layers_text, 60), rule.keys_text] for rule in self.rules[:_SHOWN]]

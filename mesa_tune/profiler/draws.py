@@ -1,18 +1,24 @@
 """The batches that a workload draws: whether they can be made again, and which of them is the longest.
 
 What is hard: batches padded to their longest sample differ in length from draw to draw, and the memory that a
-training needs is that of the longest. So the longest of the first draws stands for all.
+training needs is that of the longest. So the longest of the first draws stands for all. Models may skip
+layers at random (LayerDrop, stochastic depth), and need most where they skip none: so the random state in
+which they compute the most stands for all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
+from mesa_tune.conversion.python_state.watch import Watch, undone
 from mesa_tune.notice import warn_once
 from mesa_tune.profiler.memory.meter import tensors_in
 from mesa_tune.workload.user_code import located
@@ -20,6 +26,8 @@ from mesa_tune.workload.workload import Workload
 
 DRAWS = 8
 """How many draws are made to find the longest."""
+STATES, MOST_STATES = 8, 32
+"""How many random states are tried, and how many where they differ."""
 
 Shape = tuple[int, ...]
 
@@ -60,6 +68,56 @@ def longest_batch(workload: Workload) -> LongestBatch:
             draw, batch = number, other
     differ = any(drawn != shapes[0] for drawn in shapes)
     return LongestBatch(draw, batch, differ, (*notes, *(_lengths(shapes, draw) if differ else ())))
+
+
+def in_dearest_state(workload: Workload, model: nn.Module, batch: Any) -> tuple[Workload, tuple[str, ...]]:
+    """Return `workload` with the random state in which its forward computes the most; a note if they differ.
+
+    The forward of a loss runs `STATES` times, and `model` stays as it is. The user's own step stays in the
+    state that it has.
+    """
+    if workload.step is not None:
+        return workload, ()
+    watch, computed = Watch(model), list[int]()
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    while len(computed) < (MOST_STATES if len(set(computed)) > 1 else STATES):
+        tried = replace(workload, random_state=len(computed))
+        with _counting(model) as sizes, undone(watch), tried.same_random_state():
+            workload.compute_loss(model, batch, check=False)
+        computed.append(sum(sizes))
+    for parameter, gradient in gradients:  # a loss may call backward() itself
+        parameter.grad = gradient
+    most = max(computed)
+    if most == min(computed):
+        return workload, ()
+    share = computed.count(most) / len(computed)
+    note = (
+        f"steps differ, as the model skips layers at random: the dearest of {len(computed)} was traced; "
+        f"{share:.0%} are as dear"
+    )
+    return replace(workload, random_state=computed.index(most)), (note,)
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of all that innermost modules return in the body."""
+    sizes: list[int] = []
+
+    def count(_: nn.Module, __: Any, output: Any) -> None:
+        sizes.extend(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+
+    handles = [
+        module.register_forward_hook(count)
+        for module in model.modules()
+        if not any(True for _ in module.children())
+    ]
+    try:
+        yield sizes
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _irreproducible(workload: Workload, batch: Any) -> tuple[str, ...]:

@@ -122,7 +122,8 @@ class FakeSteps:
                 with session(model, self.policy, min_elements=MIN_ELEMENTS) as running:
                     outer.reset_peak()
                     own = outer.live_bytes - before
-                    fake.stepper(optimizer).run(model, batch, running.forward)
+                    with fake.same_random_state():
+                        fake.stepper(optimizer).run(model, batch, running.forward)
                 first = max(first, outer.peak - own)
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
@@ -155,6 +156,7 @@ class PolicyTracer:
     def of(workload: Workload, profile: Profile, batch_size: int) -> PolicyTracer:
         """Return the tracer that believes fake steps which take what the profile says."""
         plain = profile.timeline.at(batch_size).peak_bytes({})
+        workload = replace(workload, random_state=profile.random_state)
         return PolicyTracer(workload, batch_size, plain, profile.batch_size)
 
     def trace(self, policy: Policy) -> PolicyStep | None:
@@ -183,7 +185,8 @@ class PolicyTracer:
         optimizer = workload.make_optimizer(model)
         with preserved(model, optimizer) as restore:
             batch = self._batch
-            workload.take_step(model, batch, optimizer)  # makes the optimizer's state
+            with workload.same_random_state():
+                workload.take_step(model, batch, optimizer)  # makes the optimizer's state
             tracer = StepTracer(workload, model, optimizer, restore)
             trace, tags = tracer.trace(batch, policy, second=True, min_elements=MIN_ELEMENTS)
             static = sum(tracer.static_bytes(batch).values()) + trace.static_gradients
@@ -220,7 +223,8 @@ def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: fl
                 model = fake_copy(fake.mode, tracer.model)
             optimizer = fake.make_optimizer(model)
             batch = tree_map_only(Tensor, lambda tensor: faked(fake.mode, tensor), longest.batch)
-            fake.take_step(model, batch, optimizer)
+            with fake.same_random_state():
+                fake.take_step(model, batch, optimizer)
             begin = time.thread_time()
             fake.take_step(model, batch, optimizer)
             if 1e3 * (time.thread_time() - begin) > step_ms:

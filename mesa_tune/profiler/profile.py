@@ -62,14 +62,14 @@ class Profile:
     leaves exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain
     step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
     before the step). `tiled`: the step in which losses have slices; None if none can, or none was traced.
-    `gradient_noise`: of all `parameters` together, see `Noise`; None where it was not measured.
-    `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
+    `gradient_noise`: of all `parameters` together, see `Noise`; None: not measured. `checkpoints`: noise, and
+    the error of uniform 4 bits, with the weights of each.
     `error_floor`: the noise ratio if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
     every layer exact; None: unknown. `overlap_ms`: see `PriceTable`. `time_spread`: see `spread_of`.
-    `script`: the command in whose step the bytes were observed; what a policy would do is then unknown.
+    `random_state`: see `Workload`. `script`: the command of whose step the bytes are, for no policy.
     """
 
     model: str | None
@@ -105,6 +105,7 @@ class Profile:
     tiled: TiledStep | None = None
     overlap_ms: float = 0.0
     time_spread: float = 0.0
+    random_state: int = 0
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.

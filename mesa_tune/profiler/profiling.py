@@ -23,7 +23,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.notice import Progress, StatusLine, unnoticed, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.draws import in_dearest_state, longest_batch
 from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
 from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
@@ -251,6 +251,7 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         longest = longest_batch(self.workload)
         self.workload.take_step(self.model, longest.batch, self.optimizer)
+        self.workload, differing = in_dearest_state(self.workload, self.model, longest.batch)
         step_ms = self._timer(restore).plain_ms(longest.batch, 3)
         tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
         traced = traced_without_memory(tracer, longest, step_ms) or TracedWorkload(tracer, longest)
@@ -263,7 +264,7 @@ class _Profiling:
             range(self.seeds),
             OwnNoise(()),
         )
-        return traced.profile(step_ms, notes=self._notes(), resume=self._request())
+        return traced.profile(step_ms, notes=(*self._notes(), *differing), resume=self._request())
 
     def _notes(self) -> tuple[str, ...]:
         """Return a note if the batch size was halved."""

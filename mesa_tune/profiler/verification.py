@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError, options
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.draws import in_dearest_state, longest_batch
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.by_group import GroupError
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS
@@ -31,7 +31,6 @@ from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.shown import QUANTITIES, quantities_html
 from mesa_tune.profiler.timing.heap import steady_heap
 from mesa_tune.workload.clock import clock_of
-from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
 _REMEDY = "make it again with `mesa-tune verify --force`"
@@ -243,7 +242,10 @@ def verify(
     if steps < 1 or seeds < 1:
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
     with workload.same_random_state():
-        draw = longest_batch(workload).draw
+        longest = longest_batch(workload)
+        if not workload.random_state:
+            workload, _ = in_dearest_state(workload, workload.build(), longest.batch)
+        draw = longest.draw
         plain = unless_out_of_memory(lambda: _memory(workload, None, draw))
         # After a plain step the optimizer has its state, and the first step of a converted model takes all.
         packed = unless_out_of_memory(lambda: _memory(workload, policy, draw, after_plain=plain is not None))
@@ -300,9 +302,14 @@ class _Training:
         if self.policy is not None:
             convert(self.model, self.policy, seed=self.workload.seed)
 
-    def forward(self) -> Context:
-        """Return the context of a forward and its loss."""
-        return nullcontext() if self.policy is None else compress_saved(self.policy)
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Return the context of a forward and its loss: all steps skip the same layers."""
+        with (
+            self.workload.same_random_state(),
+            nullcontext() if self.policy is None else compress_saved(self.policy),
+        ):
+            yield
 
     def timed_step(self) -> float:
         """Run one step; return the milliseconds that it took on the clock of the device."""
@@ -325,7 +332,8 @@ def _memory(workload: Workload, policy: Policy | None, draw: int, *, after_plain
         workload.compute_loss(training.model, training.batch)
     convert = training.convert if after_plain else None
     stepper, model, batch = training.stepper, training.model, training.batch
-    return measure_second_step(stepper, model, batch, training.forward, convert=convert)
+    with workload.same_random_state():  # also of the first step, which makes the optimizer's state
+        return measure_second_step(stepper, model, batch, training.forward, convert=convert)
 
 
 def _times(workload: Workload, policy: Policy, draw: int, steps: int, *, plain_fits: bool) -> _Times:

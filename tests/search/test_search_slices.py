@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import Option
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import objectives, search_policy
 from mesa_tune.search.again.correction import with_floor
@@ -29,7 +30,20 @@ UNLIMITED = float("inf")
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return language_profile()
+    return steady(language_profile())
+
+
+def steady(profile: Profile) -> Profile:
+    """The profile with times that do not depend on the machine: in proportion to bytes."""
+
+    def timed(option: Option) -> Option:
+        return replace(option, encode_ms=2e-6 * option.bytes, decode_ms=1e-6 * option.bytes)
+
+    layers = [
+        replace(layer, call_ms=0.02, options=tuple(map(timed, layer.options))) for layer in profile.layers
+    ]
+    tiled = None if profile.tiled is None else replace(profile.tiled, added_ms=0.8)
+    return replace(profile, layers=tuple(layers), tiled=tiled, step_ms=20.0, routing_ms=0.5, overlap_ms=0.1)
 
 
 def slices(policy: mt.Policy) -> int:
@@ -76,7 +90,8 @@ def test_a_pin_can_ask_for_the_slices_that_were_traced(profile: Profile) -> None
 def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str, objective: str) -> None:
     def cost(**limits: Any) -> float:
         asked: dict[str, Any] = {"objective": objective, "trials": 0, "max_noise_ratio": UNLIMITED}
-        predicted = search_policy(profile, budget, **asked, **limits).predicted
+        policy = search_policy(profile, budget, **asked, **limits).policy
+        predicted = with_floor(profile).predict(policy)  # noise counts as it becomes in training
         ratio = known(predicted.gradient_noise_ratio)
         return ratio if objective == "error" else objectives.to_same_result(known(predicted.step_ms), ratio)
 
