@@ -146,7 +146,7 @@ class Pricing:
                 loss = self.workload.compute_loss(self.model, batch)
             self._require_no_gradients()
             return [loss], [torch.ones_like(loss)]
-        calls = _Calls(self.workload)
+        calls = _Calls(self.workload, self.model.parameters())
         stepper = self.workload.function_stepper(self.workload.make_optimizer(self.model))
         stepper.run(self.model, batch, raw.forward, calls, updates=False, retain=True)
         return calls.outputs, calls.gradients
@@ -263,14 +263,22 @@ class Pricing:
 
 
 class _Calls(StepEvents):
-    """Collects what the backwards of a step start from."""
+    """Collects what the backwards of a step start from; `parameters` must stay as they are between them."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+    def __init__(self, workload: Workload, parameters: Iterable[nn.Parameter]) -> None:
+        self.workload, self.parameters = workload, list(parameters)
+        self.versions: list[int] = []
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
     def backward_begins(self, call: BackwardCall) -> None:
+        versions = [parameter._version for parameter in self.parameters]
+        if versions != (self.versions or versions):
+            raise self.workload.step_error(
+                "changes parameters between two backwards (as SAM does): only one of them can be priced",
+                "give loss(model, batch) of the last backward in place of step(): each saves the same",
+            )
+        self.versions = versions
         if call.partial:
             raise self.workload.step_error(
                 "calls backward(inputs=…), whose gradients cannot be priced",

@@ -119,6 +119,7 @@ class _Profiling:
     end: float
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
+    draw: int = field(init=False)
     calibration: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Profile:
@@ -250,6 +251,7 @@ class _Profiling:
     def _traced_profile(self, restore: Callable[[], None]) -> Profile:
         self.show("tracing a step", 0.0)
         longest = longest_batch(self.workload)
+        self.draw = longest.draw
         self.workload.take_step(self.model, longest.batch, self.optimizer)
         self.workload, differing = in_dearest_state(self.workload, self.model, longest.batch)
         step_ms = self._timer(restore).plain_ms(longest.batch, 3)
@@ -324,7 +326,9 @@ class _Profiling:
         if settings is None:
             return profile
         with unnoticed():  # a layer may have calls for which the timed settings have no effect
-            times = self._timer(restore).times(timed_policies(profile, settings), seconds, self.show)
+            # On the traced batch: others may lack calls of it (losses that loop over targets).
+            policies = timed_policies(profile, settings)
+            times = self._timer(restore).times(policies, seconds, self.show, draw=self.draw)
         profile = with_times(profile, times, settings)
         if times.spread <= STEADY:
             return profile

@@ -201,6 +201,7 @@ class FunctionStepper:
     ) -> None:
         """Take a step. `updates=False`: the optimizer's steps do nothing. `retain`: graphs are retained.
 
+        A closure, which some optimizers (LBFGS) call as often as values tell, runs once: all steps are alike.
         Raise WorkloadError for a function without a backward, or without a step of the optimizer.
         """
         phases = _Phases(forward, events, self.fault)
@@ -261,23 +262,30 @@ class _Phases(StepEvents):
         self.events.backward_ended()
         self.__enter__()
 
+    def _forward(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure of the optimizer, which is a forward and its backward."""
+        self.__enter__()
+        try:
+            return closure()
+        finally:
+            self._end_forward()
+
     def watched(self, step: Callable[..., Any], updates: bool) -> Callable[..., Any]:
         """Return a step of the optimizer that is no forward, but for its closure."""
 
         @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             self.updates += 1
-            closure = args[0] if args else kwargs.get("closure")
-            if closure is None:
-                self._end_forward()
+            given = None if closure is None else functools.partial(self._forward, closure)
+            self._end_forward()
             try:
                 if updates:
-                    return step(*args, **kwargs)
+                    arguments = () if given is None else (functools.cache(given),)
+                    return step(*arguments, **kwargs)
                 with torch.enable_grad():
-                    return closure() if closure else None
+                    return given() if given else None
             finally:
-                if closure is None:
-                    self.__enter__()
+                self.__enter__()
 
         return run
 

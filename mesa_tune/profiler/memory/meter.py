@@ -243,7 +243,7 @@ def measure_second_step(
         if is_cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        saved = _SavedBytes(meter, model, static)
+        saved = _SavedBytes(meter, model, inputs, stepper)
         for _ in range(1 if convert is None else 2):
             stepper.run(model, batch, forward, saved)
         if is_cuda:
@@ -255,14 +255,15 @@ def measure_second_step(
 
 
 class _SavedBytes(StepEvents):
-    """The most bytes that are saved when a backward begins. `static` tensors are not counted."""
+    """The most bytes that are saved when a backward begins. `inputs` are not counted."""
 
-    def __init__(self, meter: Meter, model: nn.Module, static: list[Tensor]) -> None:
-        self.meter, self.model, self.static = meter, model, static
+    def __init__(self, meter: Meter, model: nn.Module, inputs: list[Tensor], stepper: Stepper) -> None:
+        self.meter, self.model, self.inputs, self.stepper = meter, model, inputs, stepper
         self.most = 0
 
     def backward_begins(self, call: BackwardCall) -> None:
-        without = [*self.static, *self.model.buffers(), *gradients_of(self.model), *call.outputs]
+        state = tensors_in(self.stepper.state)  # that of LBFGS grows from step to step
+        without = [*self.inputs, *state, *self.model.buffers(), *gradients_of(self.model), *call.outputs]
         self.most = max(self.most, self.meter.live_since(0, without=without))
 
 

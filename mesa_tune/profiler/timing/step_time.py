@@ -123,9 +123,14 @@ class StepTimer:
         return times
 
     @steady_heap()
-    def times(self, policies: Mapping[Kind, Policy], seconds: float, show: Progress = unshown) -> StepTimes:
-        """Return the times of steps under `policies`; after so many seconds no further turn begins."""
-        batch, end = self.workload.make_batch(), time.monotonic() + seconds
+    def times(
+        self, policies: Mapping[Kind, Policy], seconds: float, show: Progress = unshown, *, draw: int = 0
+    ) -> StepTimes:
+        """Return the times of steps under `policies` on the batch `draw`.
+
+        After so many seconds no further turn begins.
+        """
+        batch, end = self.workload.make_batch(draw=draw), time.monotonic() + seconds
         sessions = {kind: self._session(policy) for kind, policy in policies.items()}
         sessions[Kind.CUT] = sessions[Kind.EXACT]
         show(f"step times, {len(sessions) + 1} kinds of steps", 0.0)
