@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -27,13 +28,13 @@ from mesa_tune.profiler.errors.noise import OwnNoise, Parts, Shares
 from mesa_tune.profiler.errors.prices import Price
 from mesa_tune.profiler.errors.recorded import TRIES
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
+from mesa_tune.profiler.errors.step_gradient import StepEnded, StepRoots
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.workload.batches import select
-from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.session import RawConversion, Session, session
 from mesa_tune.workload.workload import Workload
@@ -83,7 +84,8 @@ class LayerPrices(NamedTuple):
 class Pricing:
     """Measures prices on a traced workload, beside the parameters' `own` noise.
 
-    `draws`: of the batches, of which the first screens. `slices`: see `Noise`.
+    `draws`: of the batches, of which the first screens. `slices`: see `Noise`. `moved`: parameters with their
+    values, where the step that is recorded has moved them between its backwards.
     """
 
     workload: Workload
@@ -95,6 +97,14 @@ class Pricing:
     own: OwnNoise
     amplifications: Amplifications = field(default_factory=Amplifications)
     slices: int = 1
+    moved: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Put back what the recorded step has moved; its graph is then of no use."""
+        with torch.no_grad():
+            for parameter, value in self.moved:
+                parameter.copy_(value)
+        self.moved.clear()
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
         """Record the exact step on the batch of this number, and on a slice of it; `batch`: if it is at hand.
@@ -104,7 +114,7 @@ class Pricing:
         first, *others = self._micro_batches(number)
         batch = self.workload.make_batch(draw=first) if batch is None else batch
         sensitivity = self._recorded(number, producers, batch, others)
-        if self.slices > 1 and not producers:
+        if self.slices > 1 and not producers and not self.moved:
             size = self.workload.batch_size
             part = select(batch, slice(0, size // self.slices), size)
             sensitivity.slice = self._recorded(number, (), part, ())
@@ -113,6 +123,7 @@ class Pricing:
     def _recorded(
         self, number: int, producers: Collection[str], batch: Any, others: Iterable[int]
     ) -> Sensitivity:
+        self.restore()
         # Times are the least over batches, and the first of them is not in the cache.
         tries = TRIES if number == bool(producers) else 1
         sensitivity = Sensitivity(
@@ -146,10 +157,19 @@ class Pricing:
                 loss = self.workload.compute_loss(self.model, batch)
             self._require_no_gradients()
             return [loss], [torch.ones_like(loss)]
-        calls = _Calls(self.workload, self.model.parameters())
         stepper = self.workload.function_stepper(self.workload.make_optimizer(self.model))
+        parameters = list(self.model.parameters())
+        calls = StepRoots(self.workload, parameters)
         stepper.run(self.model, batch, raw.forward, calls, updates=False, retain=True)
-        return calls.outputs, calls.gradients
+        if not calls.moving:
+            return calls.outputs, calls.gradients
+        # The optimizer steps by the gradient of the last backward (SAM). That is recorded where the weights
+        # are then, so the step ends there.
+        self.moved.extend((parameter, parameter.detach().clone()) for parameter in parameters)
+        last = StepRoots(self.workload, parameters, ends_after=calls.backwards)
+        with suppress(StepEnded):
+            stepper.run(self.model, batch, raw.forward, last, updates=False, retain=True)
+        return last.outputs, last.gradients
 
     def _losses(self, draws: Iterable[int]) -> Iterator[Tensor]:
         for draw in draws:
@@ -260,33 +280,6 @@ class Pricing:
             with self.workload.same_random_state(), observing(observer):
                 stepper.prepare(self.model, batch, running.forward)
         return observer.derived
-
-
-class _Calls(StepEvents):
-    """Collects what the backwards of a step start from; `parameters` must stay as they are between them."""
-
-    def __init__(self, workload: Workload, parameters: Iterable[nn.Parameter]) -> None:
-        self.workload, self.parameters = workload, list(parameters)
-        self.versions: list[int] = []
-        self.outputs: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-
-    def backward_begins(self, call: BackwardCall) -> None:
-        versions = [parameter._version for parameter in self.parameters]
-        if versions != (self.versions or versions):
-            raise self.workload.step_error(
-                "changes parameters between two backwards (as SAM does): only one of them can be priced",
-                "give loss(model, batch) of the last backward in place of step(): each saves the same",
-            )
-        self.versions = versions
-        if call.partial:
-            raise self.workload.step_error(
-                "calls backward(inputs=…), whose gradients cannot be priced",
-                "switch requires_grad off where no gradient is wanted instead",
-            )
-        for output, gradient in zip(call.outputs, call.gradients, strict=True):
-            self.outputs.append(output)
-            self.gradients.append(torch.ones_like(output) if gradient is None else gradient)
 
 
 def _exact(entry: LayerEntry) -> Option:

@@ -63,9 +63,8 @@ class Profile:
     step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
     before the step). `tiled`: the step in which losses have slices; None if none can, or none was traced.
     `gradient_noise`: of all `parameters` together, see `Noise`; None: not measured. `checkpoints`: noise, and
-    the error of uniform 4 bits, with the weights of each.
-    `error_floor`: the noise ratio if all formulas run and nothing is compressed; no prediction above zero
-    goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
+    the error of uniform 4 bits, with the weights of each. `error_floor`: the noise ratio if all formulas run
+    and nothing is compressed; no prediction above zero goes below. `interaction`: see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
     every layer exact; None: unknown. `overlap_ms`: see `PriceTable`. `time_spread`: see `spread_of`.

@@ -168,6 +168,7 @@ class _Profiling:
         self._measure_options(traced, range(self.seeds))
         if self._has_time(traced):
             self.derivations = tuple(self._derivations(traced))
+        self.pricing.restore()
         if self._has_time(traced):
             traced = self._with_whole_steps(traced)
         if not self._has_time(traced):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 import mesa_tune as mt
-from mesa_tune.errors import WorkloadError
 from mesa_tune.profiler.profile import Profile
 from tests.builders import known
 
@@ -100,10 +99,28 @@ def of_sam(trained: nn.Module, given: Batch, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def test_weights_that_move_between_backwards_are_refused_with_what_to_do() -> None:
+def test_weights_that_move_between_backwards_are_priced_where_they_are_then() -> None:
+    """The second backward is that of the loss at the weights after the climb."""
     work = with_step(of_sam, lambda parameters: Sharpness(parameters, lr=0.1))
-    with pytest.raises(WorkloadError, match=r"(?s)changes parameters between two backwards.*give loss\("):
-        mt.profile(work, options=OPTIONS, seeds=1)
+    profile = mt.profile(work, options=OPTIONS, seeds=2)
+
+    def climbed() -> nn.Module:
+        moved = work.build()
+        optimizer = Sharpness(moved.parameters(), lr=0.1)
+        loss(moved, work.make_batch(draw=1)).backward()
+        optimizer.climb()
+        optimizer.zero_grad(set_to_none=True)
+        return moved
+
+    there = mt.profile(mt.Workload(climbed, batch, loss, batch_size=128), options=OPTIONS, seeds=2)
+    assert len(profile.layers) == len(there.layers) == 3
+    for ours, alone in zip(profile.layers, there.layers, strict=True):
+        for one, other in zip(ours.options, alone.options, strict=True):
+            # Calibrated by whole steps, which climb from batches of their own.
+            assert one.gradient_error == pytest.approx(other.gradient_error, rel=0.1)
+    check, four = mt.verify(work, mt.Policy.uniform(level=16), steps=1, seeds=2), mt.Policy.uniform(level=16)
+    assert profile.predict(four).gradient_error == pytest.approx(check.gradient_error, rel=0.3)
+    assert profile.predict(four).saved_bytes == check.policy.saved_bytes
 
 
 def of_objects(trained: nn.Module, given: tuple[Tensor, list[Tensor]]) -> Tensor:

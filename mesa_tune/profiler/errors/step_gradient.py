@@ -1,7 +1,8 @@
 """The gradient of one training step, whose parameters do not change.
 
 What is hard: the user's own step scales, clips and drops what backwards accumulate. So the gradient of a step
-is what its backwards add to the parameters' gradients, all of it, before anything else happens to it.
+is what its backwards add to the parameters' gradients, all of it, before anything else happens to it. Where
+weights move between backwards (SAM), it is that of the backwards since.
 """
 
 from __future__ import annotations
@@ -56,19 +57,32 @@ def _of_function(
     batch: Any,
     forward: Callable[[int], Context],
 ) -> list[Tensor | None]:
-    numbers, added = count(), _Added()
+    numbers, added = count(), _Added(parameters)
     with added.to(parameters):
         stepper = workload.function_stepper(workload.make_optimizer(model))
         stepper.run(model, batch, lambda: forward(next(numbers)), added, updates=False)
     return [added.total.get(parameter) for parameter in parameters]
 
 
+class Versions:
+    """Tells whether tensors were changed in place since it was asked last."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.known = [tensor._version for tensor in tensors]
+
+    def have_changed(self) -> bool:
+        """Return whether one was changed since the last call, or since the beginning."""
+        before, self.known = self.known, [tensor._version for tensor in self.tensors]
+        return before != self.known
+
+
 class _Added(StepEvents):
     """What backwards add to the gradients of parameters; `torch.autograd.grad` adds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.total: dict[nn.Parameter, Tensor] = {}
-        self._open = False
+        self._open, self._versions = False, Versions(parameters)
 
     @contextmanager
     def to(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -82,6 +96,8 @@ class _Added(StepEvents):
 
     def backward_begins(self, call: BackwardCall) -> None:
         self._open = True
+        if self._versions.have_changed():
+            self.total.clear()
 
     def backward_ended(self) -> None:
         self._open = False
@@ -90,6 +106,42 @@ class _Added(StepEvents):
         if self._open:
             before, gradient = self.total.get(parameter), gradient.detach()
             self.total[parameter] = gradient.clone() if before is None else before + gradient
+
+
+class StepEnded(BaseException):
+    """Ends a step in the middle; no error."""
+
+
+class StepRoots(StepEvents):
+    """What the backwards of a step start from, as long as `parameters` stay as they are.
+
+    `moving`: they changed between backwards; what came before is dropped then. `ends_after`: the step ends
+    with so many backwards, by `StepEnded`.
+    """
+
+    def __init__(self, workload: Workload, parameters: Sequence[Tensor], ends_after: int = 0) -> None:
+        self.workload, self.versions, self.ends_after = workload, Versions(parameters), ends_after
+        self.backwards, self.moving = 0, False
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        if call.partial:
+            raise self.workload.step_error(
+                "calls backward(inputs=…), whose gradients cannot be priced",
+                "switch requires_grad off where no gradient is wanted instead",
+            )
+        self.backwards += 1
+        if self.versions.have_changed() and self.outputs:
+            self.moving = True
+            self.outputs, self.gradients = [], []
+        for output, gradient in zip(call.outputs, call.gradients, strict=True):
+            self.outputs.append(output)
+            self.gradients.append(torch.ones_like(output) if gradient is None else gradient)
+
+    def backward_ended(self) -> None:
+        if self.backwards == self.ends_after:
+            raise StepEnded
 
 
 @contextmanager
