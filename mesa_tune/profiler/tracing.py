@@ -263,7 +263,7 @@ class TracedWorkload:
             autocast=self.workload.autocast,
             batch_size=self.workload.batch_size,
             seed=self.workload.seed,
-            random_state=self.workload.random_state,
+            random_state=self.workload.random_state or 0,
             torch=torch.__version__,
             partial=True,
             static_bytes=static,

@@ -243,8 +243,9 @@ def verify(
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
     with workload.same_random_state():
         longest = longest_batch(workload)
-        if not workload.random_state:
-            workload, _ = in_dearest_state(workload, workload.build(), longest.batch)
+        if workload.random_state is None:
+            looked = unless_out_of_memory(lambda: in_dearest_state(workload, workload.build(), longest.batch))
+            workload = workload if looked is None else looked[0]
         draw = longest.draw
         plain = unless_out_of_memory(lambda: _memory(workload, None, draw))
         # After a plain step the optimizer has its state, and the first step of a converted model takes all.

@@ -42,8 +42,9 @@ class Workload:
     `loss` is not needed, and autocast is the step's own. `checkpoints`: files of weights from several points
     of training, as `torch.save` writes a state_dict. `steps_before`: training steps that are taken before
     gradient errors are measured; None: until no weight has a gradient of exactly zero (`take_first_steps`).
-    `random_state`: number of the one that steps start from, of those of `seed`; a model may skip layers at
-    random. `path` and `fingerprint` (SHA-256 of the content, local modules included): of the model file.
+    `random_state`: number of the one that steps start from, of those of `seed`, as a model may skip layers at
+    random; None: the first, if nobody has looked for the dearest. `path` and `fingerprint` (SHA-256 of the
+    content, local modules included): of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
     (`is_out_of_memory`) pass unchanged.
@@ -67,7 +68,7 @@ class Workload:
     steps_before: int | None = None
     path: Path | None = None
     fingerprint: str | None = None
-    random_state: int = 0
+    random_state: int | None = None
 
     def __post_init__(self) -> None:
         _require_batch_size(self.batch_size)
