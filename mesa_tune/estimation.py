@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LARGEST_BATCH = 1 << 20
+_GROWTH = 16
 _LEAST_LIMIT = 1 << 16
 """Fewer bytes are no memory that anybody has: a number without a unit that forgot it."""
 
@@ -235,8 +236,9 @@ def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:
     """Return the largest batch size that needs at most `limit` bytes.
 
     The next size to try is where the line through the last two meets the limit, between what fits and what
-    does not; halfway between these, where the last size did not halve that range: a caching allocator's bytes
-    grow in stairs.
+    does not, and no more than `_GROWTH` times the last one: small steps may grow in the optimizer's step
+    alone. It is halfway between what fits and what does not, where the last size did not halve that range: a
+    caching allocator's bytes grow in stairs.
     """
     fits, fails, size = 0, _LARGEST_BATCH + 1, start
     last = (0, 0)
@@ -244,7 +246,7 @@ def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:
         between, bytes_now = fails - fits, needed(size)
         fits, fails = (size, fails) if bytes_now <= limit else (fits, size)
         slope = (bytes_now - last[1]) / (size - last[0]) if size != last[0] else 0
-        guess = size + int((limit - bytes_now) / slope) if slope > 0 else 2 * size
+        guess = min(size + int((limit - bytes_now) / slope) if slope > 0 else 2 * size, _GROWTH * size)
         if fails <= _LARGEST_BATCH and 2 * (fails - fits) > between:
             guess = (fits + fails) // 2
         last, size = (size, bytes_now), min(max(guess, fits + 1), fails - 1)
