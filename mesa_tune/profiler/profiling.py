@@ -35,13 +35,14 @@ from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.errors.sliced_noise import noise_of_steps
 from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.profiler.prediction import UNSTEADY
 from mesa_tune.profiler.pricing import WHOLE_BITS, LayerPrices, Pricing, calibrated, calibration, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
-from mesa_tune.profiler.timing.step_time import STEADY, StepTimer, with_times
+from mesa_tune.profiler.timing.step_time import StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
 from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
@@ -331,7 +332,7 @@ class _Profiling:
             policies = timed_policies(profile, settings)
             times = self._timer(restore).times(policies, seconds, self.show, draw=self.draw)
         profile = with_times(profile, times, settings)
-        if times.spread <= STEADY:
+        if times.spread <= UNSTEADY:
             return profile
         unsteady = (
             f"steps did not take equal times, as beside other work on this machine: predicted ones are "

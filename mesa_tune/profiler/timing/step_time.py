@@ -55,8 +55,8 @@ from mesa_tune.workload.workload import Workload
 TURNS, MOST_TURNS = 3, 6
 """Numbers of timed turns, after one that plans the calls: on a steady machine, and at most."""
 
-STEADY = 0.05
-"""Spread of times at which no further turn is needed; above, a profile says how uncertain its times are."""
+_STEADY = 0.05
+"""Spread of times at which no further turn is needed."""
 
 SLOW_MS = 1000.0
 """Steps that take longer have one turn: they last too long for short disturbances to count."""
@@ -139,7 +139,7 @@ class StepTimer:
         while not turns or (len(turns) < count and time.monotonic() < end):
             show(f"step times, turn {len(turns) + 1} of {count}", len(turns) / count)
             turns.append(self._turn(batch, sessions))
-            if TURNS <= len(turns) == count < MOST_TURNS and spread_of(turns) > STEADY:
+            if TURNS <= len(turns) == count < MOST_TURNS and spread_of(turns) > _STEADY:
                 count += 1
         return summarized(turns)
 
