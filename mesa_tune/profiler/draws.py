@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.conversion.python_state.watch import Watch, undone
+from mesa_tune.conversion.python_state.watch import Watch
 from mesa_tune.notice import warn_once
+from mesa_tune.profiler.errors.step_gradient import undisturbed
 from mesa_tune.profiler.memory.meter import tensors_in
 from mesa_tune.workload.user_code import located
 from mesa_tune.workload.workload import Workload
@@ -84,7 +85,7 @@ def in_dearest_state(workload: Workload, model: nn.Module, batch: Any) -> tuple[
         parameter.grad = None
     while len(computed) < (MOST_STATES if len(set(computed)) > 1 else STATES):
         tried = replace(workload, random_state=len(computed))
-        with _counting(model) as sizes, undone(watch), tried.same_random_state():
+        with _counting(model) as sizes, undisturbed(watch, tried.step_seed, tried.device):
             workload.compute_loss(model, batch, check=False)
         computed.append(sum(sizes))
     for parameter, gradient in gradients:  # a loss may call backward() itself

@@ -101,9 +101,7 @@ class Pricing:
 
     def restore(self) -> None:
         """Put back what the recorded step has moved; its graph is then of no use."""
-        with torch.no_grad():
-            for parameter, value in self.moved:
-                parameter.copy_(value)
+        _put_back(self.moved)
         self.moved.clear()
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
@@ -159,13 +157,15 @@ class Pricing:
             return [loss], [torch.ones_like(loss)]
         stepper = self.workload.function_stepper(self.workload.make_optimizer(self.model))
         parameters = list(self.model.parameters())
+        before = [(parameter, parameter.detach().clone()) for parameter in parameters]
         calls = StepRoots(self.workload, parameters)
         stepper.run(self.model, batch, raw.forward, calls, updates=False, retain=True)
         if not calls.moving:
             return calls.outputs, calls.gradients
         # The optimizer steps by the gradient of the last backward (SAM). That is recorded where the weights
         # are then, so the step ends there.
-        self.moved.extend((parameter, parameter.detach().clone()) for parameter in parameters)
+        self.moved.extend(before)
+        _put_back(before)
         last = StepRoots(self.workload, parameters, ends_after=calls.backwards)
         with suppress(StepEnded):
             stepper.run(self.model, batch, raw.forward, last, updates=False, retain=True)
@@ -280,6 +280,12 @@ class Pricing:
             with self.workload.same_random_state(), observing(observer):
                 stepper.prepare(self.model, batch, running.forward)
         return observer.derived
+
+
+def _put_back(values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    with torch.no_grad():
+        for parameter, value in values:
+            parameter.copy_(value)
 
 
 def _exact(entry: LayerEntry) -> Option:

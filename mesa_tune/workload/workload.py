@@ -223,9 +223,12 @@ class Workload:
 
     def same_random_state(self) -> AbstractContextManager[None]:
         """Return a context with the random state of every step: all steps need the same dropout masks."""
-        return seeded(
-            mixed_seed(self.seed, -self.random_state) if self.random_state else self.seed, self.device
-        )
+        return seeded(self.step_seed, self.device)
+
+    @property
+    def step_seed(self) -> int:
+        """The seed of the random state that steps start from."""
+        return mixed_seed(self.seed, -self.random_state) if self.random_state else self.seed
 
     def _error(self, name: str, function: Callable[..., Any], what: str, remedy: str = "") -> WorkloadError:
         return WorkloadError(

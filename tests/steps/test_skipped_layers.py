@@ -90,6 +90,14 @@ def test_steps_start_from_the_random_state_that_skips_the_least() -> None:
     assert (same.random_state, none) == (None, ())
 
 
+def test_looking_for_the_dearest_state_leaves_running_statistics_alone() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32 * WIDTH), nn.Linear(32 * WIDTH, 4))
+    before = [buffer.clone() for buffer in model.buffers()]
+    work = workload(lambda: model, batch, loss, batch_size=8)
+    in_dearest_state(work, model, work.make_batch())
+    assert all(map(torch.equal, before, model.buffers()))
+
+
 def test_a_plan_keeps_its_promise_in_the_dearest_step(tmp_path: Path) -> None:
     work = skipping()
     profile = mt.profile(work, options=[mt.LayerSettings(level=level) for level in (16, 256)], seeds=1)
