@@ -42,7 +42,7 @@ from mesa_tune.units import counted, format_bytes
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
-from mesa_tune.workload.instance.optimizers import unwrapped
+from mesa_tune.workload.instance.optimizers import unwrapped, warn_of
 from mesa_tune.workload.instance.rank_zero import is_rank_zero, require_alone, text_of_rank_zero
 from mesa_tune.workload.preserve import set_aside
 from mesa_tune.workload.user_code import seeded
@@ -165,6 +165,7 @@ def convert_within(
 
     policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
     if policy.rules:
+        warn_of(optimizer)
         convert(model, policy)
     else:
         revert(model)

@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,9 +19,11 @@ from torch._C import _autograd
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.hooked import HOOKED
+from mesa_tune.engine import wrappers
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import Frame, Hooks, state, top_hooks, top_saved_hooks
 from mesa_tune.engine.storage import Packing, decided, restore, store
+from mesa_tune.engine.wrappers import opened
 
 
 def hooks_possible() -> bool:
@@ -32,12 +34,19 @@ def hooks_possible() -> bool:
 class HookedTensor:
     """A tensor that autograd saved through our hooks: packed, or as it was, with its version."""
 
-    __slots__ = ("layer", "packing", "parts", "spec", "version")
+    __slots__ = ("layer", "like", "packing", "parts", "spec", "version")
 
     def __init__(
-        self, layer: str, parts: list[Tensor], packing: Packing | None, spec: Spec | None, version: int
+        self,
+        layer: str,
+        parts: list[Tensor],
+        packing: Packing | None,
+        spec: Spec | None,
+        version: int,
+        like: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.layer, self.parts, self.packing, self.spec, self.version = layer, parts, packing, spec, version
+        self.like = like
 
 
 def _unpacked(tensor: Tensor) -> HookedTensor:
@@ -65,14 +74,15 @@ def pack(tensor: Tensor) -> HookedTensor:
     if spec is None:
         return _unpacked(tensor)
     layer = other_layer(frame)
-    packing = decided(tensor, spec, layer)
+    inner, like = opened(tensor.detach())
+    packing = decided(inner, spec, layer)
     if not packing.packed and spec.levels > 0:
         return _unpacked(tensor)
-    parts = store(tensor.detach(), packing, spec, frame.key(tensor.device))
+    parts = store(inner, packing, spec, frame.key(inner.device))
     packing = packing.in_parts(len(parts))
     if watch.observer is not None:
         watch.observer.stored(layer, (tensor,), (packing,), (parts,), [], 0)
-    return HookedTensor(layer, parts, packing, spec, 0)
+    return HookedTensor(layer, parts, packing, spec, 0, like)
 
 
 @contextmanager
@@ -117,6 +127,8 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
+    if (call := wrappers.state.call) is not None:
+        return call.spec if not frame.is_static(tensor) and call.stores(tensor) else None
     # Without a torch function it is an autograd.Function of unknown formula (Rule 7), or a checkpoint's
     # input.
     if state.function not in HOOKED or tensor.layout is not torch.strided or not tensor.is_floating_point():
@@ -133,6 +145,7 @@ def unpack(hooked: HookedTensor) -> Tensor:
     """Return the tensor that autograd saved; raise RuntimeError if it was changed in place since."""
     if hooked.packing is not None and hooked.spec is not None:
         tensor = restore(hooked.parts, hooked.packing, hooked.spec)
+        tensor = tensor if hooked.like is None else hooked.like(tensor)
         return tensor if watch.observer is None else watch.observer.unpacked(hooked.layer, tensor)
     tensor = hooked.parts[0]
     if tensor._version != hooked.version:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from mesa_tune.conversion import entering
 from mesa_tune.conversion.conversion import Conversion, entries
@@ -158,6 +159,8 @@ def _excluded(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | No
 def _limits(model: nn.Module) -> Iterator[str]:
     """Yield warnings of modules of torch whose kernels save tensors that no formula can store."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if any(isinstance(module, ScriptModule) for module in model.modules()):
+        yield "mesa-tune: what torch.jit compiled stays uncompressed: it runs outside Python."
     for name, module in named_layers(model):
         if isinstance(module, nn.RNNBase):
             yield (
@@ -173,8 +176,8 @@ def install(model: nn.Module, conversion: Conversion) -> None:
     for parameter in model.parameters():
         conversion.key(parameter.device)
     for name, module in named_layers(model):
-        if "_orig_mod" in module._modules:
-            continue  # the wrapper of torch.compile, which only passes the call on, and cannot be traced
+        if "_orig_mod" in module._modules or isinstance(module, ScriptModule):
+            continue  # the wrapper of torch.compile only passes the call on, and cannot be traced
         converted = module.__dict__.get(CONVERTED)
         if converted is not None and calls_converted(module.__dict__.get("forward")):
             converted.assign(name, conversion)

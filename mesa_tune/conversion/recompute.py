@@ -30,6 +30,7 @@ from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import as_is, decided, restore, store
+from mesa_tune.engine.wrappers import opened
 from mesa_tune.errors import RunError
 from mesa_tune.notice import warn_once
 from mesa_tune.ops import as_int64
@@ -184,12 +185,13 @@ class _Body:
 
 
 class _Input:
-    """A saved input: the tensor itself until it is stored."""
+    """A saved input: the tensor itself until it is stored. `like`: see `opened`."""
 
-    __slots__ = ("exact", "packing", "parts", "spec", "version")
+    __slots__ = ("exact", "like", "packing", "parts", "spec", "version")
 
-    def __init__(self, tensor: Tensor, exact: bool, spec: Spec) -> None:
-        self.parts, self.exact, self.spec = [tensor.detach()], exact, spec
+    def __init__(self, given: Tensor, exact: bool, spec: Spec) -> None:
+        tensor, self.like = opened(given.detach())
+        self.parts, self.exact, self.spec = [tensor], exact, spec.within(input_row(tensor))
         self.packing = as_is(tensor.shape, tensor.dtype)
         self.version = tensor._version
 
@@ -205,7 +207,7 @@ class _Inputs:
         """Return what to save for `tensor`; one without a gradient (a mask, positions) stays exact."""
         with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
             exact = not tensor.requires_grad or self.job.is_static(tensor)
-            saved = _Input(tensor, exact, self.job.spec.within(input_row(tensor)))
+            saved = _Input(tensor, exact, self.job.spec)
         self.saved.append(saved)
         return saved
 
@@ -238,7 +240,7 @@ class _Inputs:
                 f"an input of {self.job.name!r} was changed in place after its forward, so it cannot be run "
                 "again from it\ngive a module around both `store: recompute`, or change a copy"
             )
-        return restore(saved.parts, saved.packing, saved.spec)
+        return saved.like(restore(saved.parts, saved.packing, saved.spec))
 
 
 def input_row(tensor: Tensor) -> int:

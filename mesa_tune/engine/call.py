@@ -7,15 +7,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.formula import Formula, Needs, Route, Static
+from mesa_tune.engine.formula import Formula, Route, Static
 from mesa_tune.engine.function import MISS, Lookup, Memories, Question, run, run_cached
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Traced, find
 from mesa_tune.engine.storage import is_packed, is_too_small
 from mesa_tune.engine.tensors import views_large_storage
+from mesa_tune.engine.wrappers import INPUTS, NOT_COMPILED, NOT_STORED, WrappedCall, is_wrapper, run_hooked
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
@@ -102,12 +104,31 @@ class Call:
 
     def run_by(self, route: Route) -> Any:
         """Return the output of the call by its route."""
+        given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        if any(map(is_wrapper, given)):
+            return self._by_hooks(route, given)
+        if any(map(_is_odd, given)):
+            warn_once(NOT_STORED)
+            return self.plain()
         unknown = [name for name in self.kwargs if name not in route.parameters]
         if unknown:
             return self.refuse(f"{route.name} has no formula for {sorted(unknown)}")
         if self.spec.tile > 1 and not route.tiles:
             return self.untiled(f"{route.name} has no slices", partial(route.serve, self))
         return route.serve(self, *self.args, **self.kwargs)
+
+    def _by_hooks(self, route: Route, given: Sequence[Tensor]) -> Any:
+        """Return the plain output of a call on tensors that consist of others; hooks store its inputs."""
+        if self.spec.tile > 1:
+            self.warn_untiled("its tensors are distributed")
+        if route.name not in INPUTS or self.hooked is None:
+            return self.plain()
+        if torch.compiler.is_compiling():
+            warn_once(NOT_COMPILED)
+            return self.plain()
+        spec = self.spec.alone if self.spec.codec == "quantize" and self.spec.levels else self.spec.hooked
+        inputs = [tensor for tensor in given if tensor.is_floating_point() and not self.is_static(tensor)]
+        return self.plain() if spec is None else run_hooked(self.hooked, WrappedCall.of(spec, inputs))
 
     def ask(self, question: Question, tensor: Tensor | None) -> Any:
         """Return the answer to a question, on which the plan depends from now on."""
@@ -131,11 +152,9 @@ class Call:
 
     def apply(self, formula: Formula, static: Static, *tensors: Tensor | None) -> Any:
         """Run `formula` on the tensors; `plain()` if no gradient is needed or nothing would get smaller."""
-        needs, odd = _wanted(tensors)
+        needs = tuple([tensor is not None and tensor.requires_grad for tensor in tensors])
         if True not in needs or _has_tensor(static):  # a tensor in place of a number
             return self.plain()
-        if odd:
-            return self.refuse("complex, sparse and nested tensors have no formula")
         self._finds_levels(formula, static)
         exact = self._stores_all_rows(formula, static) and self.spec.levels == 0
         if exact or not (self.worth or formula.lossless or self._pays(_without_parameters(tensors))):
@@ -306,11 +325,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _wanted(tensors: Tensors) -> tuple[Needs, bool]:
-    """Return which tensors need a gradient, and whether one is of a kind that no formula takes."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    odd = [
-        tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested
-        for tensor in present
-    ]
-    return tuple([tensor is not None and tensor.requires_grad for tensor in tensors]), True in odd
+def _is_odd(tensor: Tensor) -> bool:
+    """Return whether no formula takes tensors of this kind."""
+    return tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested

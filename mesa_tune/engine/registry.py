@@ -17,6 +17,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from mesa_tune.engine.wrappers import opened
+
 _FIRST_LIMIT = 1024
 
 
@@ -66,7 +68,7 @@ class StaticTensors(Registry):
         """File tensors."""
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                self.file(tensor)
+                self.file(opened(tensor)[0])
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether `tensor` lies in the storage of such a tensor."""

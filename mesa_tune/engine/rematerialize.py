@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.formula import Formula, Needs, Static
-from mesa_tune.engine.rebuild import Ingredients
+from mesa_tune.engine.formula import Formula, Ingredients, Needs, Static
 from mesa_tune.engine.registry import registry
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, as_is

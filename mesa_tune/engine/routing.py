@@ -9,7 +9,7 @@ those of the module: this is how a checkpointed function that is no module looks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from mesa_tune.engine.function import MISS, Memories, run_cached
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.registry import StaticTensors
 from mesa_tune.engine.rematerialize import Traced, changed
+from mesa_tune.engine.wrappers import compute_themselves, opened
 from mesa_tune.notice import warn_once
 
 
@@ -121,7 +122,7 @@ class Frame:
             return True
         if torch.compiler.is_compiling():
             return any(base is given or tensor is given for given in self.batch)
-        return self.host.static.has(tensor)
+        return self.host.static.has(opened(tensor)[0])
 
 
 class _State(threading.local):
@@ -204,14 +205,6 @@ class Opened(NamedTuple):
     body: Callable[..., Any]
 
 
-def _compute_themselves(kinds: Iterable[type]) -> bool:
-    """Return whether tensors of classes with a `__torch_function__` have functions of their own.
-
-    Those are wrapper subclasses, such as torchao's quantized weights: no formula can take their values.
-    """
-    return any(hasattr(kind, "__tensor_flatten__") for kind in kinds)
-
-
 class RoutingMode(TorchFunctionMode):
     """Runs torch calls by their formulas while a module of a conversion runs.
 
@@ -224,7 +217,7 @@ class RoutingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and _compute_themselves(types):
+        if types and compute_themselves(types):
             return _passed(func, args, kwargs)
         if torch.compiler.is_compiling() and state.frames:
             return self._traced(func, args, kwargs)

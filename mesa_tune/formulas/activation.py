@@ -13,8 +13,19 @@ from mesa_tune.codecs import Codebook
 from mesa_tune.codecs.levels import optimal_codebook
 from mesa_tune.compiling import constant_result
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Ingredients,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.arithmetic import times
 from mesa_tune.formulas.curves import BOUNDED, CURVES

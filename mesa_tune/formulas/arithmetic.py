@@ -21,8 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import without_zero_rows
 from mesa_tune.engine.tensors import gathered, like

@@ -15,8 +15,19 @@ from torch import Tensor, nn
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Ingredients,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.formulas.convolution import layers, routes
 
 _ALPHA = 1.7580993408473766  # of a SELU, negated: what dropped elements become

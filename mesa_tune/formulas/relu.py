@@ -14,8 +14,19 @@ from torch import Tensor, nn
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Ingredients,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.ops.fused import MASK_GRAD, PACK_AT_MOST
 
 

@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.amax import restored, sorted_dims
 from mesa_tune.ops import maps

@@ -31,6 +31,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
 from mesa_tune.runs.folder import DEFAULT_RUN, Run, digest
 from mesa_tune.units import counted, parse_bytes
+from mesa_tune.workload.instance.optimizers import warn_of
 from mesa_tune.workload.instance.rank_zero import is_rank_zero
 from mesa_tune.workload.user_code import seeded
 
@@ -110,6 +111,7 @@ class Compression:
         gave is no other one.
         """
         self.model, self._losses = revert(training.model), 0
+        warn_of(training.optimizer)
         self._retuning = self._make_retuning(training)
         saved = self.saved if training.step else None
         resumed = saved is not None and self._resume(training.model, saved)

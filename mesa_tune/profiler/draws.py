@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit import ScriptModule
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.conversion.python_state.watch import Watch
@@ -109,10 +110,9 @@ def _counting(model: nn.Module) -> Iterator[list[int]]:
     def count(_: nn.Module, __: Any, output: Any) -> None:
         sizes.extend(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
 
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [
-        module.register_forward_hook(count)
-        for module in model.modules()
-        if not any(True for _ in module.children())
+        module.register_forward_hook(count) for module in leaves if not isinstance(module, ScriptModule)
     ]
     try:
         yield sizes
@@ -142,7 +142,7 @@ def _lengths(shapes: list[list[Shape]], longest: int) -> tuple[str, ...]:
 
 
 def _shapes(batch: Any) -> list[Shape]:
-    return [tuple(tensor.shape) for tensor in tensors_in(batch)]
+    return [(tensor.numel(),) if tensor.is_nested else tuple(tensor.shape) for tensor in tensors_in(batch)]
 
 
 def _elements(shapes: list[Shape]) -> int:
@@ -154,7 +154,7 @@ def _text(shape: Shape) -> str:
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if _shapes([first]) != _shapes([second]) or first.dtype != second.dtype:
         return False
     if isinstance(first, FakeTensor):  # it has no values
         return True
@@ -163,5 +163,8 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of all elements, by which NaN equals itself."""
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if tensor.is_nested:
+        dense = tensor.values()
+    else:
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.detach().contiguous().view(-1).view(torch.uint8)

@@ -46,6 +46,7 @@ from mesa_tune.profiler.timing.step_time import StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
 from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
+from mesa_tune.workload.instance.optimizers import advice
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.workload import Workload
 
@@ -271,10 +272,11 @@ class _Profiling:
         return traced.profile(step_ms, notes=(*self._notes(), *differing), resume=self._request())
 
     def _notes(self) -> tuple[str, ...]:
-        """Return a note if the batch size was halved."""
+        """Return notes on a batch size that was halved, and on an optimizer that rounding disturbs."""
         size, wanted = self.workload.batch_size, self.wanted_batch_size
         halved = f"out of memory at batch size {wanted}: profiled at {size} instead"
-        return () if size == wanted else (halved,)
+        notes = None if size == wanted else halved, advice(self.optimizer)
+        return tuple(filter(None, notes))
 
     def _measure_options(self, traced: Profile, numbers: range) -> None:
         """Measure the options of all groups of layers on batches, and save the partial profile regularly."""

@@ -81,7 +81,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 def batch_size(batch: Any) -> int:
     """Return the first dimension of the first tensor of `batch`. Raise WorkloadError if there is none."""
-    size = next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), None)
+    size = next((tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()), None)
     if not size:
         raise WorkloadError(
             "batch: has no tensor whose first dimension counts samples\n"
@@ -98,8 +98,13 @@ def copied_containers(batch: Any) -> Any:
 def select(batch: Any, index: Tensor | slice, size: int) -> Any:
     """Return `batch` with the samples at `index` of each tensor whose first dimension is `size`."""
     if isinstance(batch, Tensor):
-        samples = index if isinstance(index, slice) else index.to(batch.device)
-        return batch[samples] if batch.dim() and batch.shape[0] == size else batch
+        if not batch.dim() or batch.size(0) != size:
+            return batch
+        if batch.is_nested:
+            chosen = range(size)[index] if isinstance(index, slice) else index.tolist()
+            parts = batch.unbind()
+            return torch.nested.nested_tensor([parts[number] for number in chosen], layout=batch.layout)
+        return batch[index if isinstance(index, slice) else index.to(batch.device)]
     return rebuilt(batch, lambda value: select(value, index, size)) if is_container(batch) else batch
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import ops
-from mesa_tune.engine.rebuild import Ingredients
+from mesa_tune.engine.formula import Ingredients
 from mesa_tune.formulas import relu
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter

@@ -106,7 +106,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "mm": lambda x: served(torch.mm, EIGHT, x, x.t(), out=None),
     "addmm": lambda x: served(torch.addmm, EIGHT, x, x, x, out=None),
     "softmax": lambda x: served(torch.softmax, EIGHT, x, -1, out=None),
-    "complex": lambda x: served(torch.matmul, EIGHT, x.to(torch.complex64), x.to(torch.complex64)),
     "cross_entropy": lambda x: served(F.cross_entropy, EIGHT, x, x.detach().argmax(1), reduce=False),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 import mesa_tune as mt
+from mesa_tune import notice
+from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.profiler.profile import Profile
 from tests.builders import known
 
@@ -64,6 +67,24 @@ def test_a_closure_is_profiled_however_often_it_runs(optimizer: Callable[..., Op
     allowed = (0,) if optimizer is Adam else (0, flat + 4)
     assert known(check.policy.saved_bytes) - four.saved_bytes in allowed
     assert check.baseline.saved_bytes == profile.saved_bytes
+
+
+def training(trained: nn.Module, optimizer: Callable[..., Optimizer]) -> Training:
+    return Training(trained, loss, lambda: [batch(8)], optimizer(trained.parameters()))
+
+
+def test_who_sees_an_optimizer_of_gradient_differences_says_what_rounding_does() -> None:
+    work = with_step(by_closure, lbfgs)
+    profile = mt.profile(work, options=OPTIONS[:1], seeds=1)
+    assert any(note.startswith("LBFGS divides by differences") for note in profile.notes)
+    trained = model()
+    notice._given.clear()
+    with pytest.warns(UserWarning, match="LBFGS divides by differences"):
+        Compression(mt.Policy.uniform(level=16)).start(training(trained, lbfgs))
+    notice._given.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Compression(mt.Policy.uniform(level=16)).start(training(trained, Adam))
 
 
 def test_a_measured_step_runs_a_closure_once() -> None:

@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.tensors import layout_of, wanted
 from mesa_tune.formulas.norms.layer_norm import by_channel, normalized_input, saves_less
 from mesa_tune.ops import maps

@@ -12,8 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Ingredients,
+    Needs,
+    Rebuild,
+    Result,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.tensors import gathered, like
 
 REPEATS = 8

@@ -19,8 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
-from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.engine.formula import (
+    Formula,
+    Grads,
+    Ingredients,
+    Layers,
+    Needs,
+    Rebuild,
+    Result,
+    Route,
+    Routes,
+    Saved,
+    Static,
+)
 from mesa_tune.engine.saved import Total
 from mesa_tune.engine.tensors import cast, layout_of, scaled_rows, wanted
 from mesa_tune.ops import maps

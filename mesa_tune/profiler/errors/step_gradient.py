@@ -151,7 +151,7 @@ def undisturbed(watch: Watch, seed: int, device: str, *, parameters: bool = Fals
     `parameters`: restore parameters, too.
     """
     model = watch.module
-    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    owners = [(each._buffers, dict(each._buffers)) for each in model.modules() if type(each._buffers) is dict]
     changed = [*model.buffers(), *(model.parameters() if parameters else ())]
     saved = [(tensor, tensor.detach().clone()) for tensor in changed]
     try:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import WorkloadError
+from mesa_tune.notice import warn_once
 
 
 def remade(optimizer: Optimizer, model: nn.Module) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
@@ -47,6 +48,24 @@ def remade(optimizer: Optimizer, model: nn.Module) -> Callable[[Iterable[nn.Para
         return made
 
     return make
+
+
+def advice(optimizer: Any) -> str | None:
+    """Return what to know before an optimizer trains on rounded activations; None if there is nothing."""
+    kinds = type(unwrapped(optimizer)).__mro__ if isinstance(optimizer, Optimizer) else ()
+    name = next((kind.__name__ for kind in kinds if "LBFGS" in kind.__name__.upper()), None)
+    if name is None:
+        return None
+    return (
+        f"{name} divides by differences of gradients, which rounded activations change much more than the "
+        "gradients themselves: compare its losses with those of plain training"
+    )
+
+
+def warn_of(optimizer: Any) -> None:
+    """Warn of an optimizer that rounding disturbs, once in a training whose activations are compressed."""
+    if text := advice(optimizer):
+        warn_once(f"mesa-tune: {text}")
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
