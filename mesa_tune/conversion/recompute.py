@@ -28,6 +28,7 @@ from mesa_tune.conversion.python_state.watch import Snapshot, Watch
 from mesa_tune.conversion.sliced import Arguments, Cut, cut_of, refuse_slices, warn_of_effect
 from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
+from mesa_tune.engine.registry import is_selective
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import as_is, decided, restore, store
 from mesa_tune.engine.wrappers import opened
@@ -95,6 +96,9 @@ def _cut(job: Job, before: Snapshot, args: Any, kwargs: Any) -> Cut | None:
     """Return how the input of a module is cut into slices; None if it is not, with a warning."""
     if has_foreign_hooks(job.watch.below):
         warn_of_effect(job.name, "hooks inside it would run once per slice")
+        return None
+    if is_selective():
+        warn_of_effect(job.name, "selective checkpointing around it counts its operators")
         return None
 
     @contextmanager

@@ -96,7 +96,7 @@ registry = _PerThread()
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-def _is_selective() -> bool:
+def is_selective() -> bool:
     """Return whether selective checkpointing records operators, or replays them by their count.
 
     Both runs of a part must then run the same operators, so neither may use a copy that only one of them
@@ -113,7 +113,7 @@ def once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *argument
 
 def filed(tensor: Tensor, what: Hashable) -> list[Tensor] | None:
     """Return what was filed as `what` of `tensor` with these values, if it is alive."""
-    facts = None if _is_selective() else registry.facts(tensor)
+    facts = None if is_selective() else registry.facts(tensor)
     references = facts.get((tensor._version, tensor.storage_offset(), what)) if facts else None
     if not references:
         return None
@@ -124,6 +124,6 @@ def filed(tensor: Tensor, what: Hashable) -> list[Tensor] | None:
 
 def file(tensor: Tensor, what: Hashable, parts: list[Tensor]) -> list[Tensor]:
     """File `parts` as `what` of `tensor` with these values; return them."""
-    if not _is_selective():
+    if not is_selective():
         registry.file(tensor)[tensor._version, tensor.storage_offset(), what] = list(map(weakref.ref, parts))
     return parts
