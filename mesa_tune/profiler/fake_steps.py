@@ -40,6 +40,7 @@ SLOW_MS = 300.0
 """Real steps that take longer are traced without memory, unless fake ones take longer still."""
 _SAME = 0.003
 """Share of a plain step's bytes by which a fake one may differ."""
+_DRAWS = 4
 _ALIKE = 0.001
 """Share of its peak by which a moment of a fake step may differ from that of a real one."""
 
@@ -144,7 +145,8 @@ class PolicyTracer:
 
     On fake tensors, if those of a plain step take `plain_peak`, as real ones do. Else the step is a real one,
     the second of two; so it is for the workload of a running script, whose functions must not meet fake
-    tensors. `fits`: the largest batch size of which real steps fit in memory.
+    tensors. What cannot be faked may decide by values (experts): the dearest of `_DRAWS` batches is the step.
+    `fits`: the largest batch size of which real steps fit in memory.
     """
 
     workload: Workload
@@ -181,10 +183,12 @@ class PolicyTracer:
             return None
 
     def _real(self, policy: Policy) -> PolicyStep:
+        return max((self._real_on(policy, batch) for batch in self._batches), key=lambda step: step.peak)
+
+    def _real_on(self, policy: Policy, batch: Any) -> PolicyStep:
         workload, model = self._workload, self._model
         optimizer = workload.make_optimizer(model)
         with preserved(model, optimizer) as restore:
-            batch = self._batch
             with workload.same_random_state():
                 workload.take_step(model, batch, optimizer)  # makes the optimizer's state
             tracer = StepTracer(workload, model, optimizer, restore)
@@ -199,8 +203,13 @@ class PolicyTracer:
         return self.workload if same else self.workload.with_batch_size(self.batch_size)
 
     @cached_property
-    def _batch(self) -> Any:
-        return longest_batch(self._workload).batch
+    def _batches(self) -> list[Any]:
+        """The longest batch, and others if plain steps on these take other bytes."""
+        longest, work = longest_batch(self._workload), self._workload
+        others = [work.make_batch(draw=draw) for draw in range(_DRAWS) if draw != longest.draw]
+        batches = [longest.batch, *others]
+        peaks = {self._real_on(Policy.parse(""), batch).peak for batch in batches}
+        return batches if len(peaks) > 1 else batches[:1]
 
     @cached_property
     def _model(self) -> nn.Module:

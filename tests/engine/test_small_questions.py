@@ -106,11 +106,11 @@ def test_a_call_that_went_by_a_tensor_of_its_own_is_not_cached() -> None:
 
 
 def test_selective_checkpoints_are_recognized() -> None:
-    assert not registry._is_selective()
+    assert not registry.is_selective()
     for context in create_selective_checkpoint_contexts([torch.ops.aten.mm.default]):
         with context:
-            assert registry._is_selective()
-    assert not registry._is_selective()
+            assert registry.is_selective()
+    assert not registry.is_selective()
 
 
 @pytest.mark.parametrize(("index", "changes"), [("all", False), ("1", True)])

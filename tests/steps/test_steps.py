@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.profiler.fake_steps import PolicyTracer
 from tests.builders import known, policy_of
 from tests.conformance.running import relative_error
 from tests.steps.cases import STEPS
@@ -143,3 +144,13 @@ def test_a_searched_policy_keeps_what_it_promises(name: str) -> None:
         check = mt.verify(work, plan.policy, steps=1, seeds=1)
     assert known(check.policy.peak_bytes) <= 1.003 * plan.predicted.peak_bytes
     assert known(check.policy.saved_bytes) <= 1.003 * plan.predicted.saved_bytes
+
+
+def test_what_decides_by_values_is_promised_at_its_dearest_batch() -> None:
+    work = workload(STEPS["experts by nonzero"])
+    profile = mt.profile(work, options=[mt.LayerSettings(level=16)], seeds=1)
+    tracer, policy = PolicyTracer.of(work, profile, work.batch_size), mt.Policy.uniform(level=16)
+    peaks = [tracer._real_on(policy, work.make_batch(draw=draw)).peak for draw in range(4)]
+    promised = tracer.trace(policy)
+    assert promised is not None
+    assert promised.peak == max(peaks) > min(peaks)
