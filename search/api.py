@@ -21,7 +21,7 @@ from mesa_tune.search.request import Request, check_length, check_request, exact
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import with_producers
-from mesa_tune.search.steps import Step, solved_in_time, steps
+from mesa_tune.search.steps import Step, solved_quietly, steps
 from mesa_tune.search.study.study import Sharing, Task, Work, improved
 from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, format_bytes, parse_bytes
@@ -181,7 +181,7 @@ class SolvedSearch:
         known = Step(step.sliced, Program(corrected(step.program.space, chosen, traced, own)))
         possible = [known if each is step else each for each in possible]
         objective = "memory" if left == 1 else request.objective
-        best = solved_in_time(profile, possible, limits, objective, request.max_noise_ratio, SECONDS)
+        best = solved_quietly(profile, possible, limits, objective, request.max_noise_ratio, SECONDS)
         return None if best is None else (best, possible)
 
     def studied(self, work: Work, measure: Meter | None = None) -> Plan:
@@ -255,7 +255,7 @@ def solve(
         return SolvedSearch(request, exact_plan(request))
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
-    best = solved_in_time(profile, possible, limits, objective, max_noise_ratio)
+    best = solved_quietly(profile, possible, limits, objective, max_noise_ratio)
     if best is None:
         raise unreachable(profile, possible, limits, request.pins, requested, Deadline())
     return SolvedSearch(request, plan_of(request, best[0].program.space, best[1]), best, possible)

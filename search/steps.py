@@ -24,6 +24,9 @@ from mesa_tune.search.space import make_space
 _ROUNDS = 5
 """Solves at most, each within a limit on time that is lower by the excess of the prediction before."""
 
+_WIDE = 5.0
+"""Upper end of a noise ratio's interval over the ratio. Seven batches that vary as usual have 1.8, two 3."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -136,6 +139,46 @@ def solved_in_time(
         "max-slowdown: no policy that is predicted to be that fast was found within the other limits\n"
         f"the fastest one found takes {slowdown:g} times plain: {options(max_slowdown=slowdown)}"
     )
+
+
+def solved_quietly(
+    profile: Profile,
+    possible: Sequence[Step],
+    limits: Limits,
+    objective: str,
+    ratio: float,
+    seconds: float = Deadline.seconds,
+) -> tuple[Step, Solved] | None:
+    """Return what `solved_in_time` does; where batches differ widely, with the interval's end within `ratio`.
+
+    A mean over a few batches says little where one errs a hundred times as much as another. So where the
+    predicted noise ratio has an interval that ends more than `_WIDE` times above it, this end is limited.
+    """
+    within = ratio
+    for _ in range(_ROUNDS):
+        try:
+            best = solved_in_time(profile, possible, limits, objective, within, seconds)
+        except BudgetError as error:
+            if within == ratio:
+                raise
+            raise BudgetError(
+                f"noise ratio {ratio:g}: batches err so differently that no plan's interval ends within it\n"
+                f"raise {options('max_noise_ratio')} or the budget, or profile with more batches (seeds=)"
+            ) from error
+        excess = 0.0 if best is None else _excess(profile, *best, ratio)
+        if excess <= 1:
+            break
+        within /= excess
+    return best
+
+
+def _excess(profile: Profile, step: Step, solved: Solved, ratio: float) -> float:
+    """Return the end of a wide interval of the plan's noise ratio over `ratio`; 0 of one that is not wide."""
+    space = step.program.space
+    predicted = profile.predict_assignment(space.assignment(solved.solution.chosen))
+    mean, ends = predicted.gradient_noise_ratio, predicted.gradient_noise_ratio_interval
+    is_wide = solved.objective != "error" and mean and ends is not None and ends[1] > _WIDE * mean
+    return ends[1] / ratio if is_wide and ends is not None else 0.0
 
 
 def _best(pairs: Sequence[tuple[Step, Solved]], deadline: Deadline) -> tuple[Step, Solved]:

@@ -302,3 +302,23 @@ def _is_as_fast(profile: Profile, objective: str, most: float) -> bool:
         return False
     assert known(plan.predicted.step_ms) <= most * profile.plain_ms(8) * (1 + 1e-9)
     return True
+
+
+def test_where_batches_differ_by_a_hundred_the_end_of_the_interval_is_limited(profile: Profile) -> None:
+    def differing(entry: LayerEntry) -> LayerEntry:
+        options = (
+            replace(option, ratios=tuple(np.multiply(option.ratios, (1.0, 0.02, 1.8))[: len(option.ratios)]))
+            for option in entry.options
+        )
+        return replace(entry, options=tuple(options))
+
+    wild = replace(profile, layers=tuple(map(differing, profile.layers)))
+    for limit in (0.05, 0.5):
+        plan = search_policy(wild, "60%", max_noise_ratio=limit)
+        ends = known(plan.predicted.gradient_noise_ratio_interval)
+        assert ends[1] > 5 * known(plan.predicted.gradient_noise_ratio)
+        assert ends[1] <= 1.01 * limit
+    least = search_policy(wild, "60%", objective="error").predicted
+    reached = known(least.gradient_noise_ratio)
+    with pytest.raises(BudgetError, match="batches err so differently"):
+        search_policy(wild, "60%", objective="time", max_noise_ratio=4 * reached)

@@ -19,6 +19,7 @@ from mesa_tune.search.objectives import Solved
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import Program
+from mesa_tune.search.solver import UNFELT
 from mesa_tune.search.steps import solved_best, steps
 from tests.builders import known, language_workload
 from tests.profiler.models import language_profile
@@ -96,7 +97,9 @@ def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str,
         return ratio if objective == "error" else objectives.to_same_result(known(predicted.step_ms), ratio)
 
     sliced = {LOSS: mt.LayerSettings(store="exact", tile=8)}
-    assert cost() == pytest.approx(min(cost(forbid=["tile"]), cost(pins=sliced)))
+    # The solver stops where less than this share of a step could be saved, and noise is priced by the fastest.
+    tolerance = 2 * UNFELT if objective == "time" else 1e-6
+    assert cost() == pytest.approx(min(cost(forbid=["tile"]), cost(pins=sliced)), rel=tolerance)
 
 
 def test_what_error_costs_is_no_gap_between_the_better_of_both_steps_and_the_bound(profile: Profile) -> None:
