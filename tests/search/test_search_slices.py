@@ -18,8 +18,7 @@ from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
-from mesa_tune.search.solver import Program
-from mesa_tune.search.solver import UNFELT
+from mesa_tune.search.solver import UNFELT, Program
 from mesa_tune.search.steps import solved_best, steps
 from tests.builders import known, language_workload
 from tests.profiler.models import language_profile
@@ -97,7 +96,7 @@ def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str,
         return ratio if objective == "error" else objectives.to_same_result(known(predicted.step_ms), ratio)
 
     sliced = {LOSS: mt.LayerSettings(store="exact", tile=8)}
-    # The solver stops where less than this share of a step could be saved, and noise is priced by the fastest.
+    # The solver stops where less than this share of a step is to be saved.
     tolerance = 2 * UNFELT if objective == "time" else 1e-6
     assert cost() == pytest.approx(min(cost(forbid=["tile"]), cost(pins=sliced)), rel=tolerance)
 
