@@ -150,6 +150,8 @@ def mul(in_place: bool, call: Call, input: Any, other: Any) -> Any:
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _gains(call, x, size) for x, partner in pairs):
         return call.plain()
+    if other is input:  # a square, as of a norm by hand: small rows must not have the range of larger ones
+        call = aligned(call, input)
     for factor, x in pairs:
         # The gradient of a norm's weight must not meet what zeros were rounded to: groups end with rows.
         if factor.requires_grad and factor.numel() * REPEATS <= x.numel():
