@@ -38,6 +38,7 @@ def _kept(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> int:
     return saved_bytes(model, torch.randn(64, 64))
 
 
+EYE = nn.Parameter(torch.eye(64))
 ONE = 64 * 64 + 8 * 16
 """Bytes of one tensor of 64 by 64 at 8 bits, ranges of 16 groups included."""
 
@@ -48,7 +49,8 @@ ONE = 64 * 64 + 8 * 16
         pytest.param(lambda h: h * torch.sigmoid(1.702 * h), 2, id="quick-gelu-shares-the-gate"),
         pytest.param(lambda h: h * h.pow(2).mean(-1, keepdim=True), 1, id="rms-shares-the-input"),
         pytest.param(lambda h: h.exp() * h.exp().detach(), 2, id="exp-shares-nothing-with-another-exp"),
-        pytest.param(lambda h: (e := h.exp()) * e, 1, id="exp-shares-its-output"),
+        pytest.param(lambda h: F.linear(h.exp(), EYE), 1, id="exp-shares-its-output"),
+        pytest.param(lambda h: (e := h.exp()) * e, 2, id="a-square-has-groups-within-rows"),
         pytest.param(lambda h: h * 2 / 3, 0, id="numbers-keep-nothing"),
         pytest.param(F.silu, 1, id="silu"),
         pytest.param(lambda h: F.glu(h, 0), 1, id="glu"),
