@@ -68,7 +68,7 @@ def mixtral() -> nn.Module:
 
 
 def speech(n: int) -> dict[str, Tensor]:
-    return {"input_values": torch.randn(n, 1600), "labels": torch.randint(1, 32, (n, 6))}
+    return {"input_values": torch.randn(n, 800), "labels": torch.randint(1, 32, (n, 6))}
 
 
 def words(n: int) -> dict[str, Tensor]:

@@ -48,10 +48,16 @@ def layers(model: nn.Module) -> set[tuple[str, str]]:
     return {(tag, name) for tag, _, name in conversion(model).catalog.layers()}
 
 
-AROUND = ["a call", "a wrapper", "a function", "another", "a part without gradients"]
+OTHERS = ["a call", "a function", "a part without gradients"]
+CASES = [
+    ("a wrapper", True),
+    ("a wrapper", False),
+    ("another", False),
+    *(pytest.param(around, False, marks=pytest.mark.slow("sweep")) for around in OTHERS),
+]
 
 
-@pytest.mark.parametrize(("around", "apart"), [*((a, False) for a in AROUND), ("a wrapper", True)])
+@pytest.mark.parametrize(("around", "apart"), CASES)
 def test_checkpoints_are_traced(around: str, apart: bool) -> None:
     """`apart`: the blocks are compiled one by one, as in torchtitan. Layers are those of eager code."""
     torch._dynamo.reset()
