@@ -24,7 +24,7 @@ from typing import Any
 
 from common import append, ratios
 from search_models import (
-    ASKED,
+    MAX_NOISE_RATIO,
     Method,
     Model,
     Running,
@@ -52,7 +52,7 @@ def search(model: Model, limit: int | None, arguments: argparse.Namespace) -> di
         model.profile,
         limit,
         objective="memory" if limit is None else "time",
-        max_noise_ratio=ASKED,
+        max_noise_ratio=MAX_NOISE_RATIO,
         seed=arguments.seed,
     )
     return {
@@ -141,6 +141,7 @@ def report(model: Model, cell: str, limit: int | None, arguments: argparse.Names
             "batch size": model.subject.batch_size,
             "cell": cell,
             "limit": limit,
+            "max noise ratio": MAX_NOISE_RATIO,
             "static with gradients": static_bytes(model),
             "rows": rows,
             "won": searched.won,

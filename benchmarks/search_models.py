@@ -21,11 +21,10 @@ from truth import LiveStorages
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "search"
 STEPS = 60
-MAX_NOISE_RATIO, ASKED = 0.1, 0.08
-"""The limit, and what plans are asked for, so that they are within it on unseen batches."""
 UNSEEN = 700_000
 _ATEN = torch.ops.aten
 PRODUCTS = {
