@@ -76,9 +76,13 @@ def make_space(
 
 def policy_at(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
     """Return the policy of the choices `chosen`, without a header."""
-    assignment = space.assignment(chosen)
-    rules = ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers)
-    return Policy.from_assignments(rules).rerunning(space.taken(chosen))
+    assignment, again = space.assignment(chosen), dict(space.taken(chosen))
+    rules = [(layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers]
+    skipped = [layer for step in profile.others for layer in step.layers]
+    rules += [(one.tag, one.index, one.name, assignment[one.like]) for one in skipped]
+    for module, settings in list(again.items()):
+        again |= {name: settings for one in skipped if (name := one.module_like(module)) is not None}
+    return Policy.from_assignments(rules).rerunning(again)
 
 
 def with_producers(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:

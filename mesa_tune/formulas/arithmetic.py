@@ -13,6 +13,7 @@ A gated unit y = a σ(b). Saved: two derived halves, σ(b) and a σ'(b), again l
 db = g a σ'(b).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -150,15 +151,21 @@ def mul(in_place: bool, call: Call, input: Any, other: Any) -> Any:
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _gains(call, x, size) for x, partner in pairs):
         return call.plain()
-    if other is input:  # a square, as of a norm by hand: small rows must not have the range of larger ones
-        call = aligned(call, input)
-    for factor, x in pairs:
-        # The gradient of a norm's weight must not meet what zeros were rounded to: groups end with rows.
-        if factor.requires_grad and factor.numel() * REPEATS <= x.numel():
-            call = aligned(call, x)
+    call = _aligned(call, pairs)
     both = input.requires_grad and other.requires_grad and input.shape == other.shape
     marks_zeros = both and call.may_lose_zeros(input) and call.may_lose_zeros(other)
     return call.apply(MUL, (in_place, like(input), like(other), marks_zeros), input, other)
+
+
+def _aligned(call: Call, pairs: Sequence[tuple[Tensor, Tensor]]) -> Call:
+    """Return `call` with groups that end with rows, if the product is a square or by a norm's weight."""
+    if pairs[0][0] is pairs[0][1]:  # as of a norm by hand: small rows must not have the range of larger ones
+        return aligned(call, pairs[0][0])
+    for factor, x in pairs:
+        # The gradient of a norm's weight must not meet what zeros were rounded to.
+        if factor.requires_grad and factor.numel() * REPEATS <= x.numel():
+            call = aligned(call, x)
+    return call
 
 
 def _gains(call: Call, x: Tensor, size: int) -> bool:

@@ -8,11 +8,14 @@ which they compute the most stands for all.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +33,9 @@ DRAWS = 8
 """How many draws are made to find the longest."""
 STATES, MOST_STATES = 8, 32
 """How many random states are tried, and how many where they differ."""
+
+FURTHER = 3
+"""How many further batches are looked at: steps may differ by what they contain."""
 
 Shape = tuple[int, ...]
 
@@ -72,53 +78,111 @@ def longest_batch(workload: Workload) -> LongestBatch:
     return LongestBatch(draw, batch, differ, (*notes, *(_lengths(shapes, draw) if differ else ())))
 
 
-def in_dearest_state(workload: Workload, model: nn.Module, batch: Any) -> tuple[Workload, tuple[str, ...]]:
-    """Return `workload` with the random state in which its forward computes the most; a note if they differ.
+class Ran(NamedTuple):
+    """A step that was looked at: random state and draw, the innermost modules that ran, and their bytes."""
 
-    The forward of a loss runs `STATES` times, and `model` stays as it is. The user's own step stays in the
-    state that it has.
+    random_state: int
+    draw: int
+    modules: frozenset[str]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A workload in the random state in which its step computes the most, and notes.
+
+    `others`: random states and draws of further steps, of which each runs modules that none before it does.
     """
-    if workload.step is not None:
-        return workload, ()
-    watch, computed = Watch(model), list[int]()
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    while len(computed) < (MOST_STATES if len(set(computed)) > 1 else STATES):
-        tried = replace(workload, random_state=len(computed))
-        with _counting(model) as sizes, undisturbed(watch, tried.step_seed, tried.device):
-            workload.compute_loss(model, batch, check=False)
-        computed.append(sum(sizes))
-    for parameter, gradient in gradients:  # a loss may call backward() itself
-        parameter.grad = gradient
-    most = max(computed)
-    if most == min(computed):
-        return workload, ()
-    share = computed.count(most) / len(computed)
+
+    workload: Workload
+    notes: tuple[str, ...] = ()
+    others: tuple[tuple[int, int], ...] = ()
+
+
+def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: int = FURTHER) -> Looked:
+    """Run steps in several random states, and on further `draws`; `model` stays as it is.
+
+    The forward of a loss, or the user's own step, runs `STATES` times, or once if it draws no random numbers.
+    """
+    with _looking(workload, model) as run:
+        states = [run(0, longest.draw, longest.batch)]
+        drawing = run.drew
+        while drawing and len(states) < (MOST_STATES if len({ran.nbytes for ran in states}) > 1 else STATES):
+            states.append(run(len(states), longest.draw, longest.batch))
+        dearest = max(states, key=lambda ran: ran.nbytes)
+        further = [draw for draw in range(draws + 1) if draw != longest.draw][:draws]
+        batches = ((draw, workload.make_batch(draw=draw)) for draw in further)
+        ran = [*states, *(run(dearest.random_state, *drawn) for drawn in batches)]
+    others, seen = list[tuple[int, int]](), dearest.modules
+    for one in ran:
+        if not one.modules <= seen:
+            others.append((one.random_state, one.draw))
+            seen |= one.modules
+    sizes = [one.nbytes for one in states]
+    if len(set(sizes)) == 1:
+        return Looked(workload, others=tuple(others))
+    share = sizes.count(dearest.nbytes) / len(sizes)
     note = (
-        f"steps differ, as the model skips layers at random: the dearest of {len(computed)} was traced; "
+        f"steps differ, as the model skips layers at random: the dearest of {len(sizes)} was traced; "
         f"{share:.0%} are as dear"
     )
-    return replace(workload, random_state=computed.index(most)), (note,)
+    return Looked(replace(workload, random_state=dearest.random_state), (note,), tuple(others))
+
+
+def _generators(device: str) -> list[Any]:
+    """Return the states of the generators that models draw from."""
+    tensors = [torch.get_rng_state()]
+    if torch.device(device).type == "cuda":
+        tensors.append(torch.cuda.get_rng_state(device))
+    return [random.getstate(), repr(np.random.get_state()), *(tensor.tolist() for tensor in tensors)]
+
+
+class _Steps:
+    """Steps of a workload of which only the innermost modules are seen; `drew`: the last drew numbers."""
+
+    def __init__(self, workload: Workload, model: nn.Module) -> None:
+        self.workload, self.model, self.watch = workload, model, Watch(model)
+        self.modules: set[str] = set()
+        self.nbytes, self.drew = 0, False
+
+    def see(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        """Note that a module ran: a hook of it."""
+        self.modules.add(name)
+        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+
+    def __call__(self, state: int, draw: int, batch: Any) -> Ran:
+        """Take a step, and undo what it does."""
+        tried, own = replace(self.workload, random_state=state), self.workload.step is not None
+        self.modules, self.nbytes = set(), 0
+        with undisturbed(self.watch, tried.step_seed, tried.device, parameters=own):
+            before = _generators(tried.device)
+            if own:
+                tried.take_step(self.model, batch, tried.make_optimizer(self.model))
+            else:
+                tried.compute_loss(self.model, batch, check=False)
+            self.drew = before != _generators(tried.device)
+        return Ran(state, draw, frozenset(self.modules), self.nbytes)
 
 
 @contextmanager
-def _counting(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of all that innermost modules return in the body."""
-    sizes: list[int] = []
-
-    def count(_: nn.Module, __: Any, output: Any) -> None:
-        sizes.extend(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
-
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+def _looking(workload: Workload, model: nn.Module) -> Iterator[_Steps]:
+    """Yield what takes steps of the body; gradients are as before."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    steps = _Steps(workload, model)
     handles = [
-        module.register_forward_hook(count) for module in leaves if not isinstance(module, ScriptModule)
+        module.register_forward_hook(partial(steps.see, name))
+        for name, module in model.named_modules()
+        if not any(True for _ in module.children()) and not isinstance(module, ScriptModule)
     ]
     try:
-        yield sizes
+        yield steps
     finally:
         for handle in handles:
             handle.remove()
+        for parameter, gradient in gradients:  # a loss may call backward() itself
+            parameter.grad = gradient
 
 
 def _irreproducible(workload: Workload, batch: Any) -> tuple[str, ...]:

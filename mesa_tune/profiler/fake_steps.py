@@ -25,6 +25,7 @@ from mesa_tune.profiler.cuda.allocator import AllocatorMeter
 from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.draws import LongestBatch, longest_batch
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
+from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
 from mesa_tune.profiler.parallel import Parallelization
@@ -145,21 +146,23 @@ class PolicyTracer:
 
     On fake tensors, if those of a plain step take `plain_peak`, as real ones do. Else the step is a real one,
     the second of two; so it is for the workload of a running script, whose functions must not meet fake
-    tensors. What cannot be faked may decide by values (experts): the dearest of `_DRAWS` batches is the step.
-    `fits`: the largest batch size of which real steps fit in memory.
+    tensors. What cannot be faked may decide by values (experts): the dearest of `_DRAWS` batches is the step;
+    and so it is where `others` run other layers. `fits`: the largest batch size of
+    which real steps fit in memory.
     """
 
     workload: Workload
     batch_size: int
     plain_peak: int
     fits: int = 0
+    others: tuple[OtherStep, ...] = ()
 
     @staticmethod
     def of(workload: Workload, profile: Profile, batch_size: int) -> PolicyTracer:
         """Return the tracer that believes fake steps which take what the profile says."""
         plain = profile.timeline.at(batch_size).peak_bytes({})
         workload = replace(workload, random_state=profile.random_state)
-        return PolicyTracer(workload, batch_size, plain, profile.batch_size)
+        return PolicyTracer(workload, batch_size, plain, profile.batch_size, profile.others)
 
     def trace(self, policy: Policy) -> PolicyStep | None:
         """Return the step under `policy`; None on a GPU, and where neither kind of step is possible."""
@@ -171,7 +174,9 @@ class PolicyTracer:
 
     @cached_property
     def _is_believed(self) -> bool:
-        plain = None if self.workload.path is None else self._faked(Policy.parse(""))
+        if self.workload.path is None or self.others:
+            return False
+        plain = self._faked(Policy.parse(""))
         return plain is not None and abs(plain.peak / self.plain_peak - 1) <= _SAME
 
     def _faked(self, policy: Policy) -> PolicyStep | None:
@@ -183,10 +188,10 @@ class PolicyTracer:
             return None
 
     def _real(self, policy: Policy) -> PolicyStep:
-        return max((self._real_on(policy, batch) for batch in self._batches), key=lambda step: step.peak)
+        return max((self._real_on(policy, *draw) for draw in self._draws), key=lambda step: step.peak)
 
-    def _real_on(self, policy: Policy, batch: Any) -> PolicyStep:
-        workload, model = self._workload, self._model
+    def _real_on(self, policy: Policy, workload: Workload, batch: Any) -> PolicyStep:
+        model = self._model
         optimizer = workload.make_optimizer(model)
         with preserved(model, optimizer) as restore:
             with workload.same_random_state():
@@ -203,13 +208,17 @@ class PolicyTracer:
         return self.workload if same else self.workload.with_batch_size(self.batch_size)
 
     @cached_property
-    def _batches(self) -> list[Any]:
-        """The longest batch, and others if plain steps on these take other bytes."""
+    def _draws(self) -> list[tuple[Workload, Any]]:
+        """The longest batch, other batches if plain steps on these take other bytes, and `others`."""
         longest, work = longest_batch(self._workload), self._workload
-        others = [work.make_batch(draw=draw) for draw in range(_DRAWS) if draw != longest.draw]
-        batches = [longest.batch, *others]
-        peaks = {self._real_on(Policy.parse(""), batch).peak for batch in batches}
-        return batches if len(peaks) > 1 else batches[:1]
+        further = [(work, work.make_batch(draw=draw)) for draw in range(_DRAWS) if draw != longest.draw]
+        draws = [(work, longest.batch), *further]
+        peaks = {self._real_on(Policy.parse(""), *draw).peak for draw in draws}
+        others = [
+            (replace(work, random_state=step.random_state), work.make_batch(draw=step.draw))
+            for step in self.others
+        ]
+        return [*(draws if len(peaks) > 1 else draws[:1]), *others]
 
     @cached_property
     def _model(self) -> nn.Module:

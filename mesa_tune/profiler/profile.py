@@ -27,6 +27,7 @@ from mesa_tune.profiler.errors.intervals import error_at, expected, scaled
 from mesa_tune.profiler.errors.noise import NO_NOISE, OwnNoise, ParameterNoise, summed
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import Timeline
+from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, Floats, PriceTable
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
@@ -37,15 +38,7 @@ from mesa_tune.units import format_bytes, format_error, format_time
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "Derivation",
-    "LayerEntry",
-    "ModuleEntry",
-    "Option",
-    "Prediction",
-    "Profile",
-    "Tie",
-]
+__all__ = ["Derivation", "LayerEntry", "ModuleEntry", "Option", "Prediction", "Profile", "Tie"]
 
 _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
@@ -68,7 +61,8 @@ class Profile:
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
     every layer exact; None: unknown. `overlap_ms`: see `PriceTable`. `time_spread`: see `spread_of`.
-    `random_state`: see `Workload`. `script`: the command of whose step the bytes are, for no policy.
+    `random_state`: see `Workload`. `others`: steps with layers that the traced one skips. `script`: the
+    command of whose step the bytes are, for no policy.
     """
 
     model: str | None
@@ -105,6 +99,7 @@ class Profile:
     overlap_ms: float = 0.0
     time_spread: float = 0.0
     random_state: int = 0
+    others: tuple[OtherStep, ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -308,6 +303,7 @@ class Profile:
             "exact": [dict(vars(entry)) for entry in self.exact],
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
             "parameters": [dict(vars(entry)) for entry in self.parameters],
+            "others": [asdict(step) for step in self.others],
         }
 
     @classmethod
@@ -331,6 +327,7 @@ class Profile:
             "parameters": tuple(ParameterNoise.from_dict(entry) for entry in values["parameters"]),
             "amplifications": rows_from(values.get("amplifications", ())),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
+            "others": tuple(OtherStep.from_dict(step) for step in values.get("others", ())),
         }
         profile = typed(cls, {**plain, **parts})
         if profile.batch_size < 1 or (profile.step_ms is not None and profile.step_ms <= 0):

@@ -23,7 +23,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.notice import Progress, StatusLine, unnoticed, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.draws import in_dearest_state, longest_batch
+from mesa_tune.profiler.draws import longest_batch, look
 from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
 from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
@@ -256,7 +256,8 @@ class _Profiling:
         longest = longest_batch(self.workload)
         self.draw = longest.draw
         self.workload.take_step(self.model, longest.batch, self.optimizer)
-        self.workload, differing = in_dearest_state(self.workload, self.model, longest.batch)
+        looked = look(self.workload, self.model, longest)
+        self.workload = looked.workload
         step_ms = self._timer(restore).plain_ms(longest.batch, 3)
         tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
         traced = traced_without_memory(tracer, longest, step_ms) or TracedWorkload(tracer, longest)
@@ -269,7 +270,8 @@ class _Profiling:
             range(self.seeds),
             OwnNoise(()),
         )
-        return traced.profile(step_ms, notes=(*self._notes(), *differing), resume=self._request())
+        profile = traced.profile(step_ms, notes=(*self._notes(), *looked.notes), resume=self._request())
+        return replace(profile, others=tuple(tracer.others(looked.others, profile.layers)))
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes on a batch size that was halved, and on an optimizer that rounding disturbs."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from mesa_tune.errors import MesaTuneError
 from mesa_tune.notice import unnoticed
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import LongestBatch
-from mesa_tune.profiler.entries import Tie
+from mesa_tune.profiler.entries import LayerEntry, Tie
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.meter import (
@@ -31,6 +31,7 @@ from mesa_tune.profiler.memory.meter import (
 )
 from mesa_tune.profiler.memory.rerun_timeline import rerun_timeline
 from mesa_tune.profiler.memory.rows import Rows
+from mesa_tune.profiler.memory.skipped import OtherStep, skipped_layers
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.timeline_builder import TracedPair, timeline_of
 from mesa_tune.profiler.memory.trace import trace_step
@@ -109,6 +110,15 @@ class StepTracer:
                 static = self.static(batch)
                 trace = trace_step(self._stepper, self.model, batch, running.forward, static)
             return trace, running.layers()
+
+    def others(self, steps: Sequence[tuple[int, int]], layers: Sequence[LayerEntry]) -> Iterator[OtherStep]:
+        """Trace the plain steps of these random states and draws; yield each with what `layers` lack."""
+        known = {layer.name for layer in layers}
+        for state, draw in steps:
+            workload = replace(self.workload, random_state=state)
+            batch = workload.make_batch(draw=draw)
+            traced = replace(self, workload=workload).trace(batch, Policy.parse(""))
+            yield OtherStep(state, draw, tuple(skipped_layers(layers, known, *traced)))
 
     def rerun_modules(self, batch: Any, plain: StepTrace) -> tuple[str, ...]:
         """Return the level of blocks that has the least peak if all of them run again; () if none can."""

@@ -21,7 +21,7 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError, options
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.draws import in_dearest_state, longest_batch
+from mesa_tune.profiler.draws import longest_batch, look
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.by_group import GroupError
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS
@@ -244,8 +244,8 @@ def verify(
     with workload.same_random_state():
         longest = longest_batch(workload)
         if workload.random_state is None:
-            looked = unless_out_of_memory(lambda: in_dearest_state(workload, workload.build(), longest.batch))
-            workload = workload if looked is None else looked[0]
+            looked = unless_out_of_memory(lambda: look(workload, workload.build(), longest, draws=0))
+            workload = workload if looked is None else looked.workload
         draw = longest.draw
         plain = unless_out_of_memory(lambda: _memory(workload, None, draw))
         # After a plain step the optimizer has its state, and the first step of a converted model takes all.

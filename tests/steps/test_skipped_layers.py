@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.conversion.conversion import MISSING_AFTER
-from mesa_tune.profiler.draws import in_dearest_state
+from mesa_tune.profiler.draws import longest_batch, look
+from mesa_tune.profiler.fake_steps import PolicyTracer
 from tests.builders import known, workload
 
 WIDTH, BLOCKS = 32, 3
@@ -80,21 +83,46 @@ def test_steps_start_from_the_random_state_that_skips_the_least() -> None:
     work = skipping()
     model = work.build()
     before = torch.get_rng_state(), [parameter.clone() for parameter in model.parameters()]
-    dearest, notes = in_dearest_state(work, model, work.make_batch())
+    looked = look(work, model, longest_batch(work))
     assert torch.equal(before[0], torch.get_rng_state())
     assert all(map(torch.equal, before[1], model.parameters()))
-    with dearest.same_random_state():
+    with looked.workload.same_random_state():
         assert all(float(torch.rand(())) >= 0.5 for _ in range(BLOCKS))
-    assert "skips layers at random" in notes[0]
-    same, none = in_dearest_state(skipping(0.0), skipping(0.0).build(), work.make_batch())
-    assert (same.random_state, none) == (None, ())
+    assert "skips layers at random" in looked.notes[0]
+    assert looked.others == ()
+    same = look(skipping(0.0), skipping(0.0).build(), longest_batch(work))
+    assert (same.workload.random_state, same.notes, same.others) == (None, (), ())
+
+
+def test_steps_of_the_users_own_are_looked_at_and_undone() -> None:
+    def step(model: nn.Module, given: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        loss(model, given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    work = mt.Workload(partial(Skipping, 0.5), batch, step=step, batch_size=8)
+    model = work.build()
+    before = [parameter.clone() for parameter in model.parameters()]
+    looked = look(work, model, longest_batch(work))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plain = look(skipping(), model, longest_batch(work))
+    assert looked.workload.random_state == plain.workload.random_state
+
+
+def test_a_model_without_random_numbers_runs_once() -> None:
+    model, original = nn.Sequential(nn.Flatten(), nn.Linear(32 * WIDTH, 4)), mt.Workload.compute_loss
+    work = workload(lambda: model, batch, loss, batch_size=8)
+    with mock.patch.object(mt.Workload, "compute_loss", autospec=True, side_effect=original) as run:
+        look(work, model, longest_batch(work), draws=0)
+    assert run.call_count == 1
 
 
 def test_looking_for_the_dearest_state_leaves_running_statistics_alone() -> None:
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32 * WIDTH), nn.Linear(32 * WIDTH, 4))
     before = [buffer.clone() for buffer in model.buffers()]
     work = workload(lambda: model, batch, loss, batch_size=8)
-    in_dearest_state(work, model, work.make_batch())
+    look(work, model, longest_batch(work))
     assert all(map(torch.equal, before, model.buffers()))
 
 
@@ -138,3 +166,40 @@ def test_a_layer_that_runs_later_is_compressed_and_a_wrong_name_is_told_at_once(
         forward(model, seed_of(2))
     for _ in range(MISSING_AFTER):
         forward(model, seed_of(BLOCKS))
+
+
+class Branching(nn.Module):
+    """Runs one of two blocks: at random, or as the batch says."""
+
+    def __init__(self, at_random: bool) -> None:
+        super().__init__()
+        self.at_random = at_random
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.rand(()) < 0.5 if self.at_random else x[0, 0, 0] > 0
+        y: Tensor = self.head(self.blocks[int(first)](x).mean(1))
+        return y
+
+
+@pytest.mark.parametrize("at_random", [True, False])
+@pytest.mark.parametrize("budget", ["70%", "85%"])
+def test_layers_of_the_other_branch_are_stored_as_those_of_the_traced_one(
+    at_random: bool, budget: str, tmp_path: Path
+) -> None:
+    work = workload(partial(Branching, at_random), batch, loss, batch_size=32)
+    profile = mt.profile(work, options=[mt.LayerSettings(level=level) for level in (4, 16, 256)], seeds=1)
+    (other,) = profile.others
+    ran = {layer.name.split(".")[1] for layer in profile.layers if layer.name.startswith("blocks.")}
+    assert len(ran) == 1
+    assert {layer.name.split(".")[1] for layer in other.layers} == {"0", "1"} - ran
+    assert all(layer.like.split(".")[2:] == layer.name.split(".")[2:] for layer in other.layers)
+    profile.save(tmp_path / "profile.json")
+    assert mt.Profile.load(tmp_path / "profile.json").others == profile.others
+    limits: dict[str, Any] = {"trials": 0, "max_noise_ratio": 1e6, "workload": work}
+    plan = mt.search_policy(profile, budget, **limits)
+    for state, draw in ((profile.random_state, 0), (other.random_state, other.draw)):
+        step = replace(work, random_state=state)
+        found = PolicyTracer.of(step, replace(profile, random_state=state), 32)
+        peak = found._real_on(plan.policy, step, step.make_batch(draw=draw)).peak
+        assert peak <= plan.predicted.peak_bytes <= known(plan.budget_bytes)

@@ -150,7 +150,7 @@ def test_what_decides_by_values_is_promised_at_its_dearest_batch() -> None:
     work = workload(STEPS["experts by nonzero"])
     profile = mt.profile(work, options=[mt.LayerSettings(level=16)], seeds=1)
     tracer, policy = PolicyTracer.of(work, profile, work.batch_size), mt.Policy.uniform(level=16)
-    peaks = [tracer._real_on(policy, work.make_batch(draw=draw)).peak for draw in range(4)]
+    peaks = [tracer._real_on(policy, work, work.make_batch(draw=draw)).peak for draw in range(4)]
     promised = tracer.trace(policy)
     assert promised is not None
     assert promised.peak == max(peaks) > min(peaks)
