@@ -34,11 +34,12 @@ def test_only_ways_within_limit_and_ratio_can_be_faster() -> None:
     )
     assert PAGE.faster(result) == ["faster"]
     text = PAGE.page([result])
-    assert "In 0 of 1 cells no rival that fits is faster.\n  Faster: GPT, midway: faster." in text
+    assert "In 0 of 1 cells no rival that fits is better.\n  Better: GPT, midway: faster." in text
     assert "| (noisy) | 60" not in text
     assert "| (noisy) |" in text
     assert "| (large) |" in text
     assert "| within_the_spread | 50.0 | 50% | 0 | 1.000 (1.000 to 1.000) | 0.970 (0.950 to 1.010) |" in text
+    assert "midway, 50.0 MB (*sums*)" in text
     added = "its added time, of which error is up to 2% of a step, is at most 0.10% above the least"
     assert f"takes 1.100 times plain's, and {added}" in text
 
@@ -48,3 +49,15 @@ def test_the_smallest_plan_is_compared_by_activations() -> None:
     activations = "0.76 of the best rival's activations (uniform); no policy has less than 0.50"
     assert f"* GPT, batch 4, smallest: {activations}." in text
     assert "In 0 of 0 cells" in text
+
+
+def test_noise_makes_a_step_count_as_longer_where_the_ratio_is_the_parameters_own() -> None:
+    rivals = {
+        "as_noisy": row(50, 0.05, 1.0, (0.95, 0.93, 0.97)),
+        "noisier": row(50, 0.06, 1.0, (0.97, 0.95, 0.98)),
+        "slower": row(50, 0.0, 1.3, (1.2, 1.15, 1.3)),
+    }
+    result = {**line(50, **rivals), "max noise ratio": 0.06}
+    assert PAGE.faster(result) == ["as_noisy", "slower"]  # 1.3 is below 1 + 8 x 0.05
+    assert "(*sums*)" not in PAGE.page([result])
+    assert PAGE.faster({**result, "max noise ratio": 0.01}) == ["slower"]
