@@ -91,12 +91,13 @@ class Ran(NamedTuple):
 class Looked:
     """A workload in the random state in which its step computes the most, and notes.
 
-    `others`: random states and draws of further steps, of which each runs modules that none before it does.
+    `others`: random states and draws of further steps, of which each runs modules that none before it does,
+    and in which share of the steps these run.
     """
 
     workload: Workload
     notes: tuple[str, ...] = ()
-    others: tuple[tuple[int, int], ...] = ()
+    others: tuple[tuple[int, int, float], ...] = ()
 
 
 def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: int = FURTHER) -> Looked:
@@ -113,11 +114,12 @@ def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: 
         further = [draw for draw in range(draws + 1) if draw != longest.draw][:draws]
         batches = ((draw, workload.make_batch(draw=draw)) for draw in further)
         ran = [*states, *(run(dearest.random_state, *drawn) for drawn in batches)]
-    others, seen = list[tuple[int, int]](), dearest.modules
+    others, seen = list[tuple[int, int, float]](), dearest.modules
     for one in ran:
-        if not one.modules <= seen:
-            others.append((one.random_state, one.draw))
-            seen |= one.modules
+        if new := one.modules - seen:
+            share = sum(bool(new & other.modules) for other in ran) / len(ran)
+            others.append((one.random_state, one.draw, share))
+            seen |= new
     sizes = [one.nbytes for one in states]
     if len(set(sizes)) == 1:
         return Looked(workload, others=tuple(others))

@@ -271,7 +271,8 @@ class _Profiling:
             OwnNoise(()),
         )
         profile = traced.profile(step_ms, notes=(*self._notes(), *looked.notes), resume=self._request())
-        return replace(profile, others=tuple(tracer.others(looked.others, profile.layers)))
+        others = tuple(tracer.others(looked.others, profile.layers))
+        return replace(profile, others=others, notes=(*profile.notes, *(step.note for step in others)))
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes on a batch size that was halved, and on an optimizer that rounding disturbs."""

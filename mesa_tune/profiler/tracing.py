@@ -111,14 +111,16 @@ class StepTracer:
                 trace = trace_step(self._stepper, self.model, batch, running.forward, static)
             return trace, running.layers()
 
-    def others(self, steps: Sequence[tuple[int, int]], layers: Sequence[LayerEntry]) -> Iterator[OtherStep]:
+    def others(
+        self, steps: Sequence[tuple[int, int, float]], layers: Sequence[LayerEntry]
+    ) -> Iterator[OtherStep]:
         """Trace the plain steps of these random states and draws; yield each with what `layers` lack."""
         known = {layer.name for layer in layers}
-        for state, draw in steps:
+        for state, draw, share in steps:
             workload = replace(self.workload, random_state=state)
             batch = workload.make_batch(draw=draw)
             traced = replace(self, workload=workload).trace(batch, Policy.parse(""))
-            yield OtherStep(state, draw, tuple(skipped_layers(layers, known, *traced)))
+            yield OtherStep(state, draw, share, tuple(skipped_layers(layers, known, *traced)))
 
     def rerun_modules(self, batch: Any, plain: StepTrace) -> tuple[str, ...]:
         """Return the level of blocks that has the least peak if all of them run again; () if none can."""

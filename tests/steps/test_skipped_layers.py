@@ -192,6 +192,8 @@ def test_layers_of_the_other_branch_are_stored_as_those_of_the_traced_one(
     (other,) = profile.others
     ran = {layer.name.split(".")[1] for layer in profile.layers if layer.name.startswith("blocks.")}
     assert len(ran) == 1
+    assert 0 < other.share < 1
+    assert any("have no price and are stored as the most alike" in note for note in profile.notes)
     assert {layer.name.split(".")[1] for layer in other.layers} == {"0", "1"} - ran
     assert all(layer.like.split(".")[2:] == layer.name.split(".")[2:] for layer in other.layers)
     profile.save(tmp_path / "profile.json")

@@ -34,11 +34,23 @@ class SkippedLayer:
 
 @dataclass(frozen=True)
 class OtherStep:
-    """A step, by random state and draw, with the layers that no step before it has."""
+    """A step, by random state and draw, with the layers that no step before it has.
+
+    `share`: of the steps that were looked at, those which run such layers.
+    """
 
     random_state: int
     draw: int
-    layers: tuple[SkippedLayer, ...] = ()
+    share: float
+    layers: tuple[SkippedLayer, ...]
+
+    @property
+    def note(self) -> str:
+        """What to know of these layers, in words."""
+        if not self.layers:
+            return f"{self.share:.0%} of steps run other modules, which stay exact: no layer is like theirs"
+        count = f"{len(self.layers)} layers that the traced step skips, as {self.layers[0].name!r}"
+        return f"{self.share:.0%} of steps run {count}: they have no price and are stored as the most alike"
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> OtherStep:
