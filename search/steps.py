@@ -154,7 +154,7 @@ def solved_quietly(
     A mean over a few batches says little where one errs a hundred times as much as another. So where the
     predicted noise ratio has an interval that ends more than `_WIDE` times above it, this end is limited.
     """
-    within = ratio
+    within, best = ratio, None
     for _ in range(_ROUNDS):
         try:
             best = solved_in_time(profile, possible, limits, objective, within, seconds)

@@ -86,8 +86,9 @@ def opened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """
     if not is_wrapper(tensor):
         return tensor, _same
-    if hasattr(tensor, "trigger_wait"):  # the result of a collective, which may still be under way
-        return tensor.trigger_wait(), _same
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:  # the result of a collective, which may still be under way
+        return wait(), _same
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
     tensors = [name for name, part in parts.items() if isinstance(part, Tensor)]

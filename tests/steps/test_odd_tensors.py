@@ -53,7 +53,8 @@ class Sparse(nn.Module):
 
 
 def scripted() -> nn.Module:
-    return nn.Sequential(torch.jit.script(Part()), torch.jit.trace(Part(), torch.randn(4, 64)))
+    traced: Any = torch.jit.trace(Part(), torch.randn(4, 64))
+    return nn.Sequential(torch.jit.script(Part()), traced)
 
 
 def dense(n: int) -> Tensor:

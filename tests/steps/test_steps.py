@@ -57,6 +57,7 @@ def taken(step: Step, policy: mt.Policy | None) -> Taken:
     model, batches = step.model().train(), [step.batch(SAMPLES) for _ in range(2)]
     if policy is not None:
         mt.convert(model, policy, seed=0, min_elements=0)
+    loss = torch.zeros(())
     for batch in batches:
         model.zero_grad(set_to_none=True)
         if policy is None:

@@ -34,8 +34,8 @@ class Rounded(torch.autograd.Function):
         return x.mul(8).round().div(8)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 class Swish(torch.autograd.Function):
@@ -47,10 +47,10 @@ class Swish(torch.autograd.Function):
         return x * x.sigmoid()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
         s = x.sigmoid()
-        return grad * s * (1 + x * (1 - s))
+        return grads[0] * s * (1 + x * (1 - s))
 
 
 def custom(function: Any) -> Inside:
@@ -173,8 +173,8 @@ class Words(Net):
         self.words = nn.Embedding(50, WIDTH, sparse=sparse)
         self.sparse = sparse
 
-    def forward(self, ids: Tensor) -> Any:
-        h = self.words(ids)
+    def forward(self, x: Tensor) -> Any:
+        h = self.words(x)
         for block in self.blocks:
             h = block(h)
         return self.head(h.mean(1)) if self.sparse else F.linear(h, self.words.weight)
