@@ -8,14 +8,14 @@ from typing import Any
 
 from common import RESULTS, json_lines
 
+from mesa_tune.search.objectives import to_same_result
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "rivals.md"
 OF_SUMS = 0.1
 """The limit on the noise ratio of lines without one of their own: theirs is of all parameters together."""
 FITS = 1.01
 """A rival that is up to this factor above the searched plan's limit still counts as fitting."""
 COLUMNS = ("way", "peak MB", "of plain", "noise ratio", "step", "over searched")
-WEIGHT = 8
-"""How much a step of a noise ratio of 1 counts as longer: steps to the same result."""
 
 Line = Mapping[str, Any]
 HEAD = """\
@@ -81,7 +81,7 @@ def _has_own(line: Line) -> bool:
 
 def _longer(line: Line, row: Mapping[str, Any]) -> float:
     """Return by what factor the noise makes a step count as longer."""
-    return 1 + WEIGHT * float(row["noise ratio"]) if _has_own(line) else 1.0
+    return to_same_result(1.0, row["noise ratio"]) if _has_own(line) else 1.0
 
 
 def _answers(line: Line) -> dict[str, Any]:

@@ -177,8 +177,9 @@ def _excess(profile: Profile, step: Step, solved: Solved, ratio: float) -> float
     space = step.program.space
     predicted = profile.predict_assignment(space.assignment(solved.solution.chosen))
     mean, ends = predicted.gradient_noise_ratio, predicted.gradient_noise_ratio_interval
-    is_wide = solved.objective != "error" and mean and ends is not None and ends[1] > _WIDE * mean
-    return ends[1] / ratio if is_wide and ends is not None else 0.0
+    if solved.objective == "error" or mean is None or ends is None or ends[1] <= _WIDE * mean:
+        return 0.0
+    return ends[1] / ratio
 
 
 def _best(pairs: Sequence[tuple[Step, Solved]], deadline: Deadline) -> tuple[Step, Solved]:

@@ -177,7 +177,7 @@ def install(model: nn.Module, conversion: Conversion) -> None:
         conversion.key(parameter.device)
     for name, module in named_layers(model):
         if "_orig_mod" in module._modules or isinstance(module, ScriptModule):
-            continue  # the wrapper of torch.compile only passes the call on, and cannot be traced
+            continue  # compile's wrapper passes the call on, and cannot be traced; scripts run outside Python
         converted = module.__dict__.get(CONVERTED)
         if converted is not None and calls_converted(module.__dict__.get("forward")):
             converted.assign(name, conversion)

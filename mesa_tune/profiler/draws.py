@@ -52,6 +52,11 @@ class LongestBatch:
     differ: bool
     notes: tuple[str, ...]
 
+    def further(self, workload: Workload, count: int) -> Iterator[tuple[int, Any]]:
+        """Yield number and batch of the first `count` other draws."""
+        numbers = [draw for draw in range(count + 1) if draw != self.draw][:count]
+        return ((draw, workload.make_batch(draw=draw)) for draw in numbers)
+
     def notes_on(self, smaller: Any, size: int, smaller_size: int) -> tuple[str, ...]:
         """Return a note if `smaller`, the same draw with fewer samples, has other lengths than `batch`."""
         scaled = [tuple(smaller_size if n == size else n for n in shape) for shape in _shapes(self.batch)]
@@ -111,9 +116,8 @@ def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: 
         while drawing and len(states) < (MOST_STATES if len({ran.nbytes for ran in states}) > 1 else STATES):
             states.append(run(len(states), longest.draw, longest.batch))
         dearest = max(states, key=lambda ran: ran.nbytes)
-        further = [draw for draw in range(draws + 1) if draw != longest.draw][:draws]
-        batches = ((draw, workload.make_batch(draw=draw)) for draw in further)
-        ran = [*states, *(run(dearest.random_state, *drawn) for drawn in batches)]
+        further = longest.further(workload, draws)
+        ran = [*states, *(run(dearest.random_state, *drawn) for drawn in further)]
     others, seen = list[tuple[int, int, float]](), dearest.modules
     for one in ran:
         if new := one.modules - seen:

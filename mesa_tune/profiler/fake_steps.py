@@ -23,7 +23,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.cuda.allocator import AllocatorMeter
 from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
-from mesa_tune.profiler.draws import LongestBatch, longest_batch
+from mesa_tune.profiler.draws import FURTHER, LongestBatch, longest_batch
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.memory.step_trace import StepTrace
@@ -41,7 +41,6 @@ SLOW_MS = 300.0
 """Real steps that take longer are traced without memory, unless fake ones take longer still."""
 _SAME = 0.003
 """Share of a plain step's bytes by which a fake one may differ."""
-_DRAWS = 4
 _ALIKE = 0.001
 """Share of its peak by which a moment of a fake step may differ from that of a real one."""
 
@@ -146,9 +145,8 @@ class PolicyTracer:
 
     On fake tensors, if those of a plain step take `plain_peak`, as real ones do. Else the step is a real one,
     the second of two; so it is for the workload of a running script, whose functions must not meet fake
-    tensors. What cannot be faked may decide by values (experts): the dearest of `_DRAWS` batches is the step;
-    and so it is where `others` run other layers. `fits`: the largest batch size of
-    which real steps fit in memory.
+    tensors. What cannot be faked may decide by values (experts): the step is the dearest of `FURTHER` more
+    batches, and of `others`, which run other layers. `fits`: the largest batch size of which real steps fit.
     """
 
     workload: Workload
@@ -211,8 +209,7 @@ class PolicyTracer:
     def _draws(self) -> list[tuple[Workload, Any]]:
         """The longest batch, other batches if plain steps on these take other bytes, and `others`."""
         longest, work = longest_batch(self._workload), self._workload
-        further = [(work, work.make_batch(draw=draw)) for draw in range(_DRAWS) if draw != longest.draw]
-        draws = [(work, longest.batch), *further]
+        draws = [(work, longest.batch), *((work, batch) for _, batch in longest.further(work, FURTHER))]
         peaks = {self._real_on(Policy.parse(""), *draw).peak for draw in draws}
         others = [
             (replace(work, random_state=step.random_state), work.make_batch(draw=step.draw))

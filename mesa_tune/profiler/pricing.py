@@ -293,13 +293,7 @@ def _exact(entry: LayerEntry) -> Option:
 
 
 def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
-    """Return the settings that a solver could choose, with and without fixed levels (`--forbid levels`).
-
-    All of them for a layer that did not run on the first batch, where none changed a tensor.
-    """
-    lossy = [option for option in options if not option.settings.exact]
-    if not any(option.tensor_error for option in lossy):
-        return frozenset(option.settings for option in lossy)
+    """Return the settings that a solver could choose, with and without fixed levels (`--forbid levels`)."""
     quantized = [option for option in options if option.settings.store != "levels"]
     return _hull(options) | _hull(quantized)
 
