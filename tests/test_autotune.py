@@ -125,12 +125,13 @@ def test_gpt2_gets_a_policy_within_the_budget(capsys: Capture) -> None:
     memory = measure_step(model, batch, own_loss, torch.optim.AdamW(model.parameters()))
     assert memory.peak_bytes <= known(plan.budget_bytes) < plan.baseline.peak_bytes
     before, peak = format_bytes(plan.baseline.peak_bytes), format_bytes(plan.predicted.peak_bytes)
-    step, noise = policy.header.step_ratio, plan.predicted.gradient_noise_ratio
+    noise, ratio = plan.predicted.gradient_noise_ratio, policy.header.step_ratio
+    step = "" if ratio is None else f"step {ratio:.2f} times plain's, "  # unknown on a busy machine
     *_, predicted, look = capsys.readouterr().err.splitlines()
     assert look.endswith('mt.Monitor(model, loss, remedy="plan"), and after each step monitor.step(batch)')
     assert predicted == (
         f"mesa-tune: predicted peak {before} -> {peak} (budget {policy.header.budget}), "
-        f"step {step:.2f} times plain's, noise ratio {noise:.1e}; policy in mesa-run/policy.txt"
+        f"{step}noise ratio {noise:.1e}; policy in mesa-run/policy.txt"
     )
 
 

@@ -234,7 +234,8 @@ class Profile:
     def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
         if added_ms is None or self.exact_ms is None:
             return None
-        return (self.exact_ms + added_ms) * batch_size / self.batch_size
+        ms = (self.exact_ms + added_ms) * batch_size / self.batch_size
+        return ms if ms > 0 else None  # beside other work, differences of times may exceed steps
 
     def active(self, assignment: Assignment) -> ActiveDerivations:
         """Return the derivations that happen under `assignment`."""

@@ -111,6 +111,11 @@ def test_errors_and_times_of_options_add_up(profile: Profile, settings: LayerSet
     assert predicted.step_ms == pytest.approx(profile.plain_ms(profile.batch_size) + added)
 
 
+def test_a_step_whose_times_add_up_to_nothing_is_unknown(profile: Profile) -> None:
+    disturbed = replace(profile, routing_ms=-2 * profile.plain_ms(profile.batch_size))
+    assert disturbed.predict(Policy.uniform(16)).step_ms is None
+
+
 def test_tied_layers_err_by_their_joint_ratio_under_equal_settings(profile: Profile) -> None:
     tie = profile.ties[0]
     alone = [profile.noise_ratio({name: FOUR}) or 0.0 for name in tie.layers]
