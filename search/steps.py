@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, options
@@ -116,29 +117,45 @@ def solved_in_time(
     """Return the best solution, whose predicted step is within the limit on its time; None if there is none.
 
     The solver's sum lacks what the first layers that compress add (`PriceTable`). So where the prediction
-    exceeds the limit, the solver's is lowered by as much. Raise what `solved_best` raises, and BudgetError
-    where only predictions exceed it.
+    exceeds the limit, the solver's is lowered by as much; where no policy is below that, halfway back; at
+    last to the time of the exact step. Raise what `solved_best` raises, and BudgetError where only
+    predictions exceed it.
     """
-    asked, within, reached = limits.ms, limits, math.inf
-    for _ in range(_ROUNDS):
-        best = solved_best(profile, possible, within, objective, ratio, Deadline(seconds))
+    asked = limits.ms
+    best = solved_best(profile, possible, limits, objective, ratio, Deadline(seconds))
+    if best is None or asked is None:
+        return best
+    reached = ms = _predicted_ms(profile, best)
+    if ms <= asked:
+        return best
+    too_low, too_high = -math.inf, asked
+    for left in reversed(range(_ROUNDS)):
+        limit = max(too_high - (ms - asked), (too_low + too_high) / 2)
+        if not left:
+            limit = min(step.program.space.base_ms for step in possible)
+        best = None
+        with suppress(BudgetError, TimeUpError):
+            within = replace(limits, ms=limit)
+            best = solved_best(profile, possible, within, objective, ratio, Deadline(seconds))
         if best is None:
-            break
-        step, solved = best
-        space = step.program.space
-        assignment = space.assignment(solved.solution.chosen)
-        ms = profile.predict_assignment(assignment, batch_size=space.batch_size).step_ms
-        if asked is None or within.ms is None or ms is None or ms <= asked:
-            return step, solved
-        reached = min(reached, ms)
-        within = replace(within, ms=within.ms - (ms - asked))
-    if math.isinf(reached):
-        return None
+            too_low = limit
+            continue
+        ms = _predicted_ms(profile, best)
+        if ms <= asked:
+            return best
+        too_high, reached = limit, min(reached, ms)
     slowdown = math.ceil(100 * reached / profile.plain_ms(possible[0].program.space.batch_size)) / 100
     raise BudgetError(
         "max-slowdown: no policy that is predicted to be that fast was found within the other limits\n"
         f"the fastest one found takes {slowdown:g} times plain: {options(max_slowdown=slowdown)}"
     )
+
+
+def _predicted_ms(profile: Profile, best: tuple[Step, Solved]) -> float:
+    """Return the predicted time of a solution's step; 0 if it is unknown."""
+    space, chosen = best[0].program.space, best[1].solution.chosen
+    predicted = profile.predict_assignment(space.assignment(chosen), batch_size=space.batch_size)
+    return predicted.step_ms or 0.0
 
 
 def solved_quietly(

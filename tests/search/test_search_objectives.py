@@ -293,6 +293,15 @@ def test_no_plan_is_predicted_to_be_slower_than_asked(seed: int, objective: str)
     assert any(_is_as_fast(profile, objective, most) for most in slowdowns)
 
 
+def test_a_smallest_plan_is_found_where_few_layers_may_compress() -> None:
+    """At last the exact step, which is as fast as asked."""
+    made = noisy(synthetic_profile(2, grid=COARSE))
+    layers = tuple(replace(layer, call_ms=0.1) for layer in made.layers)
+    slow = replace(made, layers=layers, overlap_ms=40.0, routing_ms=3.0)
+    plan = search_policy(slow, objective="memory", max_slowdown=1.1)
+    assert known(plan.predicted.step_ms) <= 1.1 * made.plain_ms(8)
+
+
 def _is_as_fast(profile: Profile, objective: str, most: float) -> bool:
     """Return False where there is no plan that is as fast."""
     try:
