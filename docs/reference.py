@@ -49,6 +49,7 @@ DOCUMENTS = {
     "verify": ("verify", "verify.json"),
     "report": ("report", ""),
     "tables": ("", "report.json, comparison.json"),
+    "tree": ("tree", ""),
     "diff": ("diff", ""),
     "demo": ("demo", ""),
     "doctor": ("doctor", ""),

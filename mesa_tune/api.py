@@ -5,6 +5,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
 from mesa_tune.estimation import Estimate, estimate
+from mesa_tune.estimation.oom import explain_oom
 from mesa_tune.monitor import Monitor, Reading
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
@@ -36,6 +37,7 @@ __all__ = [
     "compress_saved",
     "convert",
     "estimate",
+    "explain_oom",
     "load_state_dict",
     "profile",
     "revert",

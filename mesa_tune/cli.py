@@ -24,7 +24,7 @@ from mesa_tune.errors import BudgetError, MesaTuneError, typed_options
 from mesa_tune.runs.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
-COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")
+COMMANDS = ("init", "run", "profile", "search", "verify", "report", "tree", "diff", "demo", "doctor")
 
 _EPILOG = (
     "Exit statuses: 0 success, 1 an error or a bad value, 2 an unknown option or command, 130 Ctrl-C. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 from pathlib import Path
 
 AUTO = "auto"
@@ -63,7 +64,7 @@ def free_memory(device: str) -> tuple[int, str]:
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached, f"free on {device}"
-    amounts = [(_available(), "of memory available"), *_cgroup_bytes()]
+    amounts = [(_available(), "of memory available"), *_cgroup_bytes(), *_limited_bytes()]
     return min(amounts)
 
 
@@ -76,6 +77,24 @@ def _available() -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limited_bytes() -> list[tuple[int, str]]:
+    """Return what the limits of this process leave (`ulimit -d`, `-v`); nothing without one, or on macOS."""
+    left = []
+    for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most = resource.getrlimit(limit)[0]
+        match = re.search(rf"^{used}:\s+(\d+) kB", _status(), re.MULTILINE)
+        if match and most != resource.RLIM_INFINITY:
+            left.append((max(1, most - 1024 * int(match[1])), "left by the process's limit"))
+    return left
+
+
+def _status() -> str:
+    try:
+        return Path("/proc/self/status").read_text("utf-8")
+    except OSError:
+        return ""
 
 
 def _cgroup_bytes() -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,6 +121,36 @@ def shorten_apart(names: Sequence[str], longest: int) -> list[str]:
 def unbroken(text: str) -> str:
     """Return `text` in which no line ends between a number and its unit: the space there is no-break."""
     return re.sub(r"(?<=\d) (?=%|[kMGT]?B\b)", "\N{NO-BREAK SPACE}", text)
+
+
+def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:
+    """Return `first` and `text` in lines of at most 80 characters; all but the first line are indented.
+
+    Numbers and their units stay together, and so do words with hyphens.
+    """
+    lines = textwrap.wrap(
+        unbroken(text), 80, initial_indent=first, subsequent_indent=indent * " ", break_on_hyphens=False
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> list[str]:
+    """Return the lines of a table: the first column aligned to the left, the others to the right.
+
+    Where a line would be longer than `width` characters, the middle of the first column's text is cut.
+    """
+    table = [list(header), *map(list, rows)]
+    others = sum(2 + max(len(row[column]) for row in table) for column in range(1, len(header)))
+    names = shorten_apart([row[0] for row in table], max(width - others, 9))
+    table = [[name, *row[1:]] for name, row in zip(names, table, strict=True)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return [_aligned(row, widths) for row in table]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+    return "  ".join(cells).rstrip()
 
 
 def _three_digits(value: float) -> str:

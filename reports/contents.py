@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.reports import figures, frames
+from mesa_tune.reports import figures, frames, tree
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +29,8 @@ CAPTIONS = {
     "memory_by_layer": "Tensors saved from the forward until the backward, by the layer that owns them, "
     "in the order in which layers run; numbers as in the layer table.",
     "memory_by_tag": "The same bytes by kind of layer.",
+    "memory_by_module": "The same bytes by module: each box lies below that of the module around it. Modules "
+    "that follow each other and save alike are one box.",
     "storage_along_depth": "How each layer stores what it saves. exact: PyTorch’s own tensor. "
     "derive: nothing; "
     "backward computes it from what another layer saves. recompute: nothing; its module runs again in "
@@ -134,6 +136,7 @@ def make_frames(results: RunResults) -> dict[str, pd.DataFrame]:
         "alive": frames.alive_frame(results.plain, predicted),
         "memory_by_layer": layers[drawn],
         "memory_by_tag": frames.tags_frame(layers),
+        "memory_by_module": tree.boxes(tree.module_tree(layers, results.title)),
     }
     if chosen is not None:
         tables["storage_along_depth"] = frames.storage_frame(layers)
@@ -155,6 +158,7 @@ def make_figures(results: RunResults, tables: Mapping[str, pd.DataFrame]) -> dic
         "memory_through_step": lambda frame: figures.memory_through_step(frame, results.budget),
         "memory_by_layer": figures.memory_by_layer,
         "memory_by_tag": figures.memory_by_tag,
+        "memory_by_module": figures.memory_by_module,
         "storage_along_depth": lambda frame: figures.storage_along_depth(
             frame, frames.mean_bits(results.profile, chosen)
         ),

@@ -11,6 +11,7 @@ from mesa_tune.reports.contents import CAPTIONS, RunResults
 from mesa_tune.reports.page import csv_link, figure_parts, render_page
 from mesa_tune.reports.sentence import sentence
 from mesa_tune.reports.tables import LEGEND, SHARED, layer_rows
+from mesa_tune.reports.tree import module_tree
 from mesa_tune.units import format_bytes
 
 
@@ -30,6 +31,7 @@ def render(results: RunResults, tables: Mapping[str, pd.DataFrame], drawn: Mappi
                 for name, drawing in drawn.items()
             },
             "alive": tables["alive"].to_dict("records"),
+            "tree": module_tree(layers, results.title),
             "layers": layer_rows(layers),
             "shared": SHARED,
             "legend": LEGEND,

@@ -154,7 +154,7 @@ def plan_of(
     assignment = space.assignment(chosen)
     predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
     if traced is not None:
-        predicted = traced_prediction(predicted, traced, request.profile)
+        predicted = traced_prediction(predicted, traced)
     return Plan(
         policy=replace(
             policy_at(request.profile, space, chosen),

@@ -51,7 +51,7 @@ ROOMS = {
         "mesa_tune/profiler/*.py",
         *(f"mesa_tune/profiler/{n}/*.py" for n in ("timing", "watching")),
     ],
-    "memory": ["mesa_tune/profiler/memory/*.py", "mesa_tune/profiler/re*/*.py", "mesa_tune/estimation.py"],
+    "memory": ["mesa_tune/profiler/memory/*.py", "mesa_tune/profiler/re*/*.py", "mesa_tune/estimation/*.py"],
     "errors": ["mesa_tune/profiler/errors/*.py"],
     "search": ["search/**/*.py"],
     "commands": ["mesa_tune/commands/**/*.py", "mesa_tune/cli.py", "mesa_tune/runs/*.py"],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import replace
@@ -17,7 +16,15 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.notice import StatusLine
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
-from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten_apart, unbroken
+from mesa_tune.units import (
+    Budget,
+    counted,
+    format_bytes,
+    format_table,
+    format_time,
+    parse_bytes,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -114,25 +121,6 @@ class Output:
             print(document, end="", file=_documents.get() or sys.stdout, flush=True)
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> list[str]:
-    """Return the lines of a table: the first column aligned to the left, the others to the right.
-
-    Where a line would be longer than `width` characters, the middle of the first column's text is cut.
-    """
-    table = [list(header), *map(list, rows)]
-    others = sum(2 + max(len(row[column]) for row in table) for column in range(1, len(header)))
-    names = shorten_apart([row[0] for row in table], max(width - others, 9))
-    table = [[name, *row[1:]] for name, row in zip(names, table, strict=True)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    return [_aligned(row, widths) for row in table]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = zip(row, widths, strict=True)
-    cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-    return "  ".join(cells).rstrip()
-
-
 def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
     """Load the workload of `profile` from its model file. Raise RunError if the file is gone or changed.
 
@@ -163,17 +151,6 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
         seed=profile.seed,
     )
     return replace(workload, random_state=profile.random_state)
-
-
-def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:
-    """Return `first` and `text` in lines of at most 80 characters; all but the first line are indented.
-
-    Numbers and their units stay together, and so do words with hyphens.
-    """
-    lines = textwrap.wrap(
-        unbroken(text), 80, initial_indent=first, subsequent_indent=indent * " ", break_on_hyphens=False
-    )
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def noted(notes: Iterable[str]) -> list[str]:

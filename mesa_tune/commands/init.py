@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -30,9 +31,6 @@ FromOption = Annotated[
         "--from", metavar="train.py", help="Record the step of this script, with arguments if it has any."
     ),
 ]
-
-_BATCHES = 32
-"""A profile measures the gradient noise on so many batches, and repeats them if there are fewer."""
 
 
 def init(
@@ -72,16 +70,22 @@ def _record(path: Path, script: str, output: Output) -> None:
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
 
+    record(command, script, path=path, take=taking(path, output), quiet_stdout=output.json)
+    check(path)
+
+
+def taking(path: Path, output: Output) -> Callable[[Path], None]:
+    """Return what copies a model file, and the files beside it, from a folder to `path`."""
+
     def take(folder: Path) -> None:
         for file in sorted(folder.glob(f"{path.stem}*")):
             shutil.copyfile(file, path.parent / file.name)
             output.line(f"wrote {path.parent / file.name}")
 
-    record(command, script, name=path.name, batches=_BATCHES, take=take, quiet_stdout=output.json)
-    _check(path)
+    return take
 
 
-def _check(path: Path) -> None:
+def check(path: Path) -> None:
     """Run the recorded loss on a batch, and on half of it: a script may compute with its batch size."""
     from mesa_tune.workload.workload import Workload
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,11 +27,12 @@ from mesa_tune.commands.common import (
     format_time,
     noted,
 )
-from mesa_tune.commands.guide.advice import advice, find_reach, has_prices, next_command
-from mesa_tune.errors import RunError
+from mesa_tune.commands.guide.advice import UNRECORDED, advice, find_reach, has_prices, next_command
+from mesa_tune.errors import RunError, WorkloadError
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
+    from mesa_tune.workload.workload import Workload
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="model.py", help="File with model(), batch(), loss(); or hf:CONFIG.json.")
@@ -47,7 +49,7 @@ StepsOption = Annotated[
     int | None,
     typer.Option("--steps", metavar="N", help="Of a script: observe step N. Default: 3; at least 2."),
 ]
-StopOption = Annotated[bool, typer.Option("--stop", help="End the script when its step was observed.")]
+StopOption = Annotated[bool, typer.Option("--stop", help="End the script when its step is recorded.")]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Default: the file's BATCH_SIZE.")
 ]
@@ -101,19 +103,18 @@ def profile(
     debug: DebugOption = False,
 ) -> None:
     """Measure what each layer saves, and what fewer bits would do."""
-    from mesa_tune.profiler.entries import fast_grid, full_grid
-    from mesa_tune.profiler.profiling import SEEDS
-    from mesa_tune.profiler.profiling import profile as measure
     from mesa_tune.workload.workload import Workload
 
     output = Output(json=as_json, quiet=quiet)
     folder = Run(run, force=force)
+    measure = partial(_measure, fast=fast, timeout=timeout, folder=folder, output=output)
     if command:
         measured: dict[str, object] = {"--batch-size": batch_size, "--device": device, "--autocast": autocast}
-        measured |= {"--fast": fast, "--timeout": timeout, "--bytes-only": bytes_only}
-        measured |= {"--length": length, "--fits": fits}
+        measured |= {"--bytes-only": bytes_only, "--length": length, "--fits": fits}
         _refuse(measured, "the script itself says that: leave it out, or change it there")
-        _profile_script([model, *command], 3 if steps is None else steps, stop, folder, output)
+        path = _observe([model, *command], 3 if steps is None else steps, stop, folder, output)
+        if path is not None:
+            measure(Workload.load(path), inputs=_script([model, *command]))
         return
     _refuse({"--steps": steps, "--stop": stop}, "only a script has it: mesa-tune profile -- python train.py")
     request = Request(model, batch_size, length, device, autocast, fits)
@@ -122,12 +123,32 @@ def profile(
         _refuse({"--timeout": timeout}, "--bytes-only runs no step that could take time: leave it out")
         profile_bytes(request, folder, output)
         return
-    workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
+    measure(Workload.load(model, batch_size=batch_size, device=device, autocast=autocast))
+
+
+def _script(command: list[str]) -> str:
+    """Return the inputs of the profile of a script: the same command measures it anew."""
+    return digest("script", command)
+
+
+def _measure(
+    workload: Workload,
+    *,
+    fast: bool,
+    timeout: float | None,
+    folder: Run,
+    output: Output,
+    inputs: str | None = None,
+) -> None:
+    """Measure bytes and prices, write the profile, and show it. `inputs`: default those of the workload."""
+    from mesa_tune.profiler.entries import fast_grid, full_grid
+    from mesa_tune.profiler.profiling import SEEDS
+    from mesa_tune.profiler.profiling import profile as measure
+
     output.device(workload.device)
-    output.line(f"profiling {model} at batch size {workload.batch_size}")
+    output.line(f"profiling {workload.path} at batch size {workload.batch_size}")
     options, seeds = (fast_grid(), 1) if fast else (full_grid(), SEEDS)
-    inputs = digest("profile", workload.description, fast)
-    origin = replacing_bytes(folder, inputs)
+    origin = replacing_bytes(folder, inputs or digest("profile", workload.description, fast))
     folder.check(folder.profile, origin)
     try:
         profiled = measure(
@@ -168,20 +189,38 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
         raise RunError(f"{', '.join(given)}: not for this profile\n{why}")
 
 
-def _profile_script(command: list[str], steps: int, stop: bool, folder: Run, output: Output) -> None:
+def _observe(command: list[str], steps: int, stop: bool, folder: Run, output: Output) -> Path | None:
+    """Write and show the bytes of a script's step; return the model file that its steps were recorded in.
+
+    None if they cannot be: then the bytes stay the profile.
+    """
+    from mesa_tune.commands.init import check, taking
     from mesa_tune.commands.script import observe
 
-    inputs = digest("script", command)
+    inputs, path = _script(command), folder.folder / "recorded_step.py"
     folder.check(folder.profile, inputs)
+    shown: list[Profile] = []
 
     def show(profiled: Profile) -> None:
+        shown.append(profiled)
         folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
         output.device(profiled.device)
         for line in _lines(profiled, folder):
             output.line(line)
-        output.document("profile", profiled.to_dict())
+        output.line("prices of policies follow when the script has ended")
 
-    observe(command, steps=steps, stop=stop, show=show, quiet_stdout=output.json)
+    take = taking(path, output)
+    why = observe(command, steps=steps, stop=stop, show=show, path=path, take=take, quiet_stdout=output.json)
+    try:
+        if why is None:
+            check(path)
+            return path
+    except WorkloadError as error:
+        why = str(error)
+    output.line(f"no prices: {why.splitlines()[0]}")
+    output.line(f"next: {UNRECORDED}")
+    output.document("profile", shown[0].to_dict())
+    return None
 
 
 def _lines(profiled: Profile, folder: Run) -> list[str]:
@@ -209,7 +248,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
         *format_table(_HEADER[:columns], [row[:columns] for row in rows]),
         "",
         f"wrote {folder.profile}",
-        f"next: {next_command(profiled, reach, folder)}",
+        *([] if profiled.script else [f"next: {next_command(profiled, reach, folder)}"]),
     ]
 
 

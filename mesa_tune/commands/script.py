@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WATCHER = "mesa_tune.profiler.recording.starting"
+_BATCHES = 32
+"""A profile measures the gradient noise on so many batches, and repeats them if there are fewer."""
 _POLL_S = 0.1
 _SOON_S = 5.0
 _PATIENCE_S = 20.0
@@ -38,13 +41,24 @@ _NOTHING_CALLED = (
 
 
 def observe(
-    command: list[str], *, steps: int, stop: bool, show: Callable[[Profile], None], quiet_stdout: bool
-) -> None:
+    command: list[str],
+    *,
+    steps: int,
+    stop: bool,
+    show: Callable[[Profile], None],
+    path: Path,
+    take: Callable[[Path], None],
+    quiet_stdout: bool,
+) -> str | None:
     """Run `command`, and call `show` with the profile of its step number `steps` when it is observed.
 
-    `stop`: then end the command. `quiet_stdout`: what it prints goes to standard error. Raise RunError if it
-    cannot be started, fails, or ends before a step was observed. That no step will be is said at once.
+    Record further steps, and when it has ended call `take` as `record` does; or return why no model file was
+    written. `stop`: end the command when its steps are recorded, or cannot be. `quiet_stdout`: what it prints
+    goes to standard error. Raise RunError if it cannot be started, fails, or ends before a step was observed.
+    That no step will be is said at once.
     """
+    from mesa_tune.profiler.recording.starting import RECORDED, UNRECORDED
+
     if steps < 2:
         raise RunError(f"--steps {steps}: must be 2 or more\nthe first step shows what the script does")
 
@@ -54,23 +68,24 @@ def observe(
 
         return Profile.load(folder / RESULT) if (folder / RESULT).exists() else None
 
-    with _shared_folder(shlex.join(command), steps, None) as folder:
-        _Script(folder, command, quiet_stdout).run(result, show, stop)
+    with _shared_folder(_WATCHER, _recording(shlex.join(command), steps, path)) as folder:
+        recorded, unrecorded = folder / RECORDED, folder / UNRECORDED
+        script = _Script(folder, command, quiet_stdout)
+        script.run(result, show, stop, lambda: recorded.exists() or unrecorded.exists())
+        if not recorded.exists():
+            return _text(unrecorded) or "the script ended with the observed step\nlet it run longer"
+        take(folder)
+        return None
 
 
 def record(
-    command: list[str],
-    about: str,
-    *,
-    name: str,
-    batches: int,
-    take: Callable[[Path], None],
-    quiet_stdout: bool,
+    command: list[str], about: str, *, path: Path, take: Callable[[Path], None], quiet_stdout: bool
 ) -> None:
-    """Run `command` until `batches` steps after the first are recorded, and end it.
+    """Run `command` until 32 steps after the first are recorded, and end it.
 
-    Call `take` with the folder of the model file `name`, which names the script as `about`, and the files
-    beside it. Raise RunError as `observe` does, and for a step that no model file can describe.
+    Call `take` with the folder of the model file, which names the script as `about`, and the files beside
+    it, to be moved to `path`. Raise RunError as `observe` does, and for a step that no model file can
+    describe.
     """
 
     def result(folder: Path) -> Path | None:
@@ -78,21 +93,34 @@ def record(
 
         return folder if (folder / RECORDED).exists() else None
 
-    with _shared_folder(about, batches, name) as folder:
+    with _shared_folder(_WATCHER, _recording(about, None, path)) as folder:
         _Script(folder, command, quiet_stdout).run(result, take, stop=True)
 
 
+def explain(command: list[str]) -> int:
+    """Run `command`, whose processes explain what their step takes if memory runs out; return its status.
+
+    Raise RunError if it cannot be started.
+    """
+    with _shared_folder("mesa_tune.estimation.oom", {}) as folder:
+        return _Script(folder, command, quiet_stdout=False).status()
+
+
+def _recording(script: str, steps: int | None, path: Path) -> dict[str, Any]:
+    """Return settings of the watcher. `steps`: the step to observe; `path`: of the model file to record."""
+    return {"script": script, "steps": steps, "path": str(path.resolve()), "batches": _BATCHES}
+
+
 @contextmanager
-def _shared_folder(script: str, steps: int, model: str | None) -> Iterator[Path]:
-    """Yield a folder at the front of the script's PYTHONPATH. `model`: name of the model file to record."""
-    from mesa_tune.profiler.recording.starting import SETTINGS
+def _shared_folder(starts: str, settings: dict[str, Any]) -> Iterator[Path]:
+    """Yield a folder at the front of the script's PYTHONPATH; see `bootstrap`."""
     from mesa_tune.profiler.watching import bootstrap
+    from mesa_tune.profiler.watching.bootstrap import SETTINGS
 
     with tempfile.TemporaryDirectory(prefix="mesa-tune-") as name:
         folder = Path(name)
         shutil.copyfile(bootstrap.__file__, folder / "sitecustomize.py")
-        settings = dump_json({"script": script, "steps": steps, "model": model})
-        (folder / SETTINGS).write_text(settings, "utf-8")
+        (folder / SETTINGS).write_text(dump_json({"starts": starts, **settings}), "utf-8")
         yield folder
 
 
@@ -114,8 +142,17 @@ class _Script:
                 "write the command as in a shell: mesa-tune profile -- python train.py"
             ) from error
 
-    def run(self, result: Callable[[Path], T | None], show: Callable[[T], None], stop: bool) -> None:
-        """Wait for the command; call `show` once, with the result in the folder when there is one."""
+    def run(
+        self,
+        result: Callable[[Path], T | None],
+        show: Callable[[T], None],
+        stop: bool,
+        is_complete: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Wait for the command; call `show` once, with the result in the folder when there is one.
+
+        `stop`: end the command when that is shown, and all `is_complete`.
+        """
         found: T | None = None
         status: int | None = None
         try:
@@ -123,9 +160,9 @@ class _Script:
                 status = self._waited(_POLL_S)
                 if found is None and (found := result(self.folder)) is not None:
                     show(found)
-                    if stop:
-                        self._end()
-                        return
+                if found is not None and stop and is_complete():
+                    self._end()
+                    return
                 if found is None and status is None and self._has_failed(stop):
                     status = 0
         finally:
@@ -133,6 +170,13 @@ class _Script:
                 self._waited(_PATIENCE_S)  # Ctrl-C has reached the script, too
                 self._end()
         self._require_success(status, found is not None)
+
+    def status(self) -> int:
+        """Wait for the command, and return its status."""
+        try:
+            return self.process.wait()
+        finally:
+            self._end()  # Ctrl-C has reached the script, too
 
     def _require_success(self, status: int | None, found: bool) -> None:
         if status:

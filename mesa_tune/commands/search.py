@@ -23,7 +23,6 @@ from mesa_tune.commands.common import (
     load_workload,
 )
 from mesa_tune.commands.memory import advising
-from mesa_tune.commands.plan_text import summary, table
 from mesa_tune.commands.searching.join import join_study
 from mesa_tune.commands.searching.options import (
     MAX_NOISE_RATIO,
@@ -47,6 +46,7 @@ from mesa_tune.commands.searching.options import (
     TrialsOption,
     WorkersOption,
 )
+from mesa_tune.commands.searching.plan_text import summary, table
 from mesa_tune.commands.searching.workers import Job, interruptible, sharing, storage_of, threads_each
 from mesa_tune.errors import RunError
 from mesa_tune.free_memory import room_text

@@ -24,6 +24,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.estimation.oom import explain_oom
 from mesa_tune.free_memory import AUTO
 from mesa_tune.monitor import Monitor, Reading
 from mesa_tune.notice import say, warn_once
@@ -67,8 +68,9 @@ class Compression:
 
     `policy`: a `Policy`, the path of a policy file, or its text. `budget`: as in `mt.auto`, which also takes
     the options of `search`; a `Monitor` with the remedy "plan" then looks again as it trains. `retune`:
-    number of optimizer steps after which `mt.Retune` measures again, in place of both. `saved`: the
-    `state_dict` of the checkpoint that a training resumes from, or of the training's end.
+    number of optimizer steps after which `mt.Retune` measures again, in place of both. `explain`: call
+    `mt.explain_oom` as it starts. `saved`: the `state_dict` of the checkpoint that a training resumes from,
+    or of the training's end.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Compression:
         budget: int | str | None = None,
         retune: int | None = None,
         search: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        explain: bool = True,
     ) -> None:
         if (policy is None) == (budget is None):
             raise PolicyError("give either a policy or a budget\nsuch as policy='policy.txt' or budget='6GB'")
@@ -91,7 +95,7 @@ class Compression:
         self.policy = None if policy is None else _policy_of(policy)
         self.budget = budget
         self.retune = retune
-        self.search = search
+        self.search, self.explain = search, explain
         self.model: nn.Module | None = None
         self.saved: Mapping[str, Any] | None = None
         self._retuning: Retune | None = None
@@ -110,6 +114,8 @@ class Compression:
         With another policy or budget than that of `saved`, start anew, and warn. The policy that a budget
         gave is no other one.
         """
+        if self.explain:
+            explain_oom()
         self.model, self._losses = revert(training.model), 0
         warn_of(training.optimizer)
         self._retuning = self._make_retuning(training)

@@ -35,7 +35,7 @@ class MesaTuneCallback(Callback):
     batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. After
     50, 100, 200, 400, ... steps `mt.Monitor` reads the noise ratio and, where it has outgrown the plan,
     solves that again within the same budget. With `retune=1000`, `mt.Retune` measures instead, and again
-    every 1000 optimizer steps.
+    every 1000 optimizer steps. If memory runs out, `mt.explain_oom` says why, unless `explain_oom=False`.
 
     The policy is for the LightningModule, whose names begin with those of its attributes (`net.fc1`), or for
     its part `module` (`module="net"`, names such as `fc1`). What `training_step` calls itself is named
@@ -55,13 +55,14 @@ class MesaTuneCallback(Callback):
         budget: int | str | None = None,
         retune: int | None = None,
         module: str = "",
+        explain_oom: bool = True,
         **search: Any,
     ) -> None:
         if module and budget is not None:
             raise PolicyError(
                 "module: a budget is for the whole LightningModule\ngive a policy, or no module"
             )
-        self.compression = Compression(policy, budget, retune, search)
+        self.compression = Compression(policy, budget, retune, search, explain=explain_oom)
         self.module = module
         self._steps = 0
         self._patches = ExitStack()

@@ -38,7 +38,7 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
     batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. After
     50, 100, 200, 400, ... steps `mt.Monitor` reads the noise ratio and, where it has outgrown the plan,
     solves that again within the same budget. With `retune=1000`, `mt.Retune` measures instead, and again
-    every 1000 optimizer steps.
+    every 1000 optimizer steps. If memory runs out, `mt.explain_oom` says why, unless `explain_oom=False`.
 
     The loss of the Trainer counts as outside the model: rules for `loss.*` compress it. The policy's file
     with a digest of its text (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`,
@@ -55,9 +55,10 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
         *,
         budget: int | str | None = None,
         retune: int | None = None,
+        explain_oom: bool = True,
         **search: Any,
     ) -> None:
-        self.compression = Compression(policy, budget, retune, search)
+        self.compression = Compression(policy, budget, retune, search, explain=explain_oom)
         self._patches = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.cuda.allocator import AllocatorMeter
 from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.draws import FURTHER, LongestBatch, longest_batch
+from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, WORKING, Peak
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.memory.step_trace import StepTrace
@@ -47,19 +49,41 @@ _ALIKE = 0.001
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """A traced step: the bytes before it, and the most that it needs.
+    """A traced step: the bytes before it by kind, and the most that it needs.
 
-    `tensors`: of tensors alone. `reserved`: on CUDA what an allocator reserves for it; on the CPU the peak.
-    `libraries`: what oneDNN keeps of it, on the CPU.
+    `reserved`: on CUDA what an allocator reserves for it; on the CPU the peak. `libraries`: what oneDNN keeps
+    of it, on the CPU.
     """
 
-    static: int
+    kinds: Mapping[str, int]
     peak: int
-    tensors: int
     reserved: int
     libraries: int
     trace: StepTrace
     tags: Tags
+
+    @property
+    def static(self) -> int:
+        """The bytes before the step."""
+        return sum(self.kinds.values())
+
+    @property
+    def tensors(self) -> int:
+        """The most bytes of tensors alone."""
+        return self.static + self.trace.tensor_peak()
+
+    @property
+    def at_peak(self) -> Peak:
+        """The slot with the most bytes, and their kinds."""
+        slot = max(self.trace.slots, key=lambda slot: slot.high)
+        saved = sum(
+            lifetime.bytes
+            for number, lifetime in self.trace.lifetimes.items()
+            if lifetime.birth <= slot.moment < lifetime.death and self.trace.is_saved(number)
+        )
+        left = self.peak - self.static
+        born = {SAVED: min(saved, left), WORKING: max(0, left - saved)}
+        return Peak(slot.layer, slot.phase, {**self.kinds, **born})
 
     def rows(self) -> list[tuple[str, str, int, int]]:
         """Return layer, tag, number of tensors and bytes of what each layer owns when the forward ends."""
@@ -129,14 +153,13 @@ class FakeSteps:
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
             gc.collect()
-            buckets = meter.live_since(0, without=tracer.static(batch))
-            static = sum(tracer.static_bytes(batch).values()) + buckets
-        tensors = static + trace.tensor_peak()
+            kinds = tracer.static_bytes(batch)
+            kinds[GRADIENTS] += meter.live_since(0, without=tracer.static(batch))  # DDP's buckets
         if isinstance(outer, AllocatorMeter):
             served = outer.allocator
-            return PolicyStep(static, served.peak_allocated, tensors, served.reserved, 0, trace, tags)
-        peak = max(first, static + trace.peak())
-        return PolicyStep(static, peak, tensors, peak, trace.libraries.nbytes, trace, tags)
+            return PolicyStep(kinds, served.peak_allocated, served.reserved, 0, trace, tags)
+        peak = max(first, sum(kinds.values()) + trace.peak())
+        return PolicyStep(kinds, peak, peak, trace.libraries.nbytes, trace, tags)
 
 
 @dataclass
@@ -196,9 +219,10 @@ class PolicyTracer:
                 workload.take_step(model, batch, optimizer)  # makes the optimizer's state
             tracer = StepTracer(workload, model, optimizer, restore)
             trace, tags = tracer.trace(batch, policy, second=True, min_elements=MIN_ELEMENTS)
-            static = sum(tracer.static_bytes(batch).values()) + trace.static_gradients
-        peak, tensors = static + trace.peak(), static + trace.tensor_peak()
-        return PolicyStep(static, peak, tensors, peak, trace.libraries.nbytes, trace, tags)
+            kinds = tracer.static_bytes(batch)
+        kinds[GRADIENTS] += trace.static_gradients
+        peak = sum(kinds.values()) + trace.peak()
+        return PolicyStep(kinds, peak, peak, trace.libraries.nbytes, trace, tags)
 
     @cached_property
     def _workload(self) -> Workload:

@@ -181,7 +181,7 @@ class Profile:
         if self.script is not None:
             raise RunError(
                 f"the profile of `{self.script}` has the bytes of the plain step, and no prices of policies\n"
-                "`mesa-tune init --from SCRIPT` records a model.py of its step: profile that"
+                "put its step into a model.py (`mesa-tune init`), and profile that"
             )
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:

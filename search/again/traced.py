@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from mesa_tune.profiler.memory.kinds import SAVED, STATIC, WORKING, Peak
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.problem import NONE, Chosen, Decision, Space
@@ -38,29 +37,14 @@ class Moment(NamedTuple):
     phase: str
 
 
-def traced_prediction(predicted: Prediction, step: PolicyStep, profile: Profile) -> Prediction:
+def traced_prediction(predicted: Prediction, step: PolicyStep) -> Prediction:
     """Return the prediction with the bytes of the traced step."""
     return replace(
         predicted,
         saved_bytes=step.trace.saved_bytes,
         peak_bytes=step.peak,
-        peak=predicted.peak if step.peak == predicted.peak_bytes else _peak(step, profile),
+        peak=predicted.peak if step.peak == predicted.peak_bytes else step.at_peak,
     )
-
-
-def _peak(step: PolicyStep, profile: Profile) -> Peak:
-    """Return the slot with the most bytes, and their kinds."""
-    trace = step.trace
-    slot = max(trace.slots, key=lambda slot: slot.high)
-    kinds = profile.timeline.at(profile.batch_size).static_kinds
-    saved = sum(
-        lifetime.bytes
-        for number, lifetime in trace.lifetimes.items()
-        if lifetime.birth <= slot.moment < lifetime.death and trace.is_saved(number)
-    )
-    static = {kind: kinds.get(kind, 0) for kind in STATIC}
-    left = step.peak - sum(static.values())
-    return Peak(slot.layer, slot.phase, {**static, SAVED: min(saved, left), WORKING: max(0, left - saved)})
 
 
 def corrected(space: Space, chosen: Chosen, step: PolicyStep, profile: Profile) -> Space:

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from mesa_tune import cli
-from mesa_tune.commands import bytes_only, demo, diff, doctor, plan_text, verify
+from mesa_tune.commands import bytes_only, demo, diff, doctor, verify
 from mesa_tune.commands import profile as profile_command
 from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
+from mesa_tune.commands.searching import plan_text
 from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.profiler.entries import NO_FORMULA, ExactEntry, LayerEntry
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
@@ -212,7 +213,8 @@ def states() -> list[str]:
     lines = []
     for name, change in STATES.items():
         change()
-        lines += [f"[{name}]", *printed()[-2:], ""]
+        output = printed()
+        lines += [f"[{name}]", *output[len(output) - output[::-1].index("") :], ""]
     return lines[:-1]
 
 

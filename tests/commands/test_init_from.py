@@ -10,6 +10,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
+from mesa_tune.commands import profile as profiling
 from tests.builders import Capture, Patch
 from tests.commands.scripts import BERT, END, MODEL, ROOT, SCRIPTS, START, InThisProcess, plain_profile, rows
 
@@ -65,6 +66,7 @@ def _folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The current folder; Python scripts run in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.Popen", InThisProcess)
+    monkeypatch.setattr(profiling, "_measure", lambda *_, **__: None)
     return tmp_path
 
 
@@ -144,7 +146,7 @@ def test_a_script_with_classes_of_its_own(folder: Path, capfd: Capture) -> None:
     assert_is_the_own_step(folder, capfd)
     assert cli.run(["profile", "--run", "script", "--", *SELF, "--classes", "7"]) == 0
     assert rows(of_file("mine")) == rows(mt.Profile.load("script/profile.json"))
-    assert "next: mesa-tune init --from " in capfd.readouterr().out
+    capfd.readouterr()
     assert cli.run(COMMAND) == 1
     assert "mine.py: exists already" in capfd.readouterr().err
     (folder / "mine-model.pt").write_bytes(b"")

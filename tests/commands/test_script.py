@@ -13,6 +13,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
+from mesa_tune.commands import profile as profiling
 from mesa_tune.commands import script as running
 from mesa_tune.profiler.watching import bootstrap
 from tests.builders import Capture, Patch
@@ -47,6 +48,14 @@ def _folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(name="measured", autouse=True)
+def _measured(monkeypatch: Patch) -> list[mt.Workload]:
+    """The workloads whose prices would be measured."""
+    measured: list[mt.Workload] = []
+    monkeypatch.setattr(profiling, "_measure", lambda workload, **_: measured.append(workload))
+    return measured
+
+
 @pytest.fixture(name="here")
 def _here(monkeypatch: Patch) -> None:
     """Python scripts run in this process."""
@@ -77,7 +86,9 @@ def assert_observed(expected: mt.Profile) -> None:
 
 @here
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_unmodified_script(name: str, folder: Path, expected: mt.Profile, capfd: Capture) -> None:
+def test_an_unmodified_script(
+    name: str, folder: Path, expected: mt.Profile, measured: list[mt.Workload], capfd: Capture
+) -> None:
     (folder / "train.py").write_text(START + SCRIPTS[name] + END)
     run_plainly()
     assert cli.run(["profile", "--", *SELF]) == 0
@@ -86,8 +97,26 @@ def test_an_unmodified_script(name: str, folder: Path, expected: mt.Profile, cap
     assert observed == plain  # losses, weights and random numbers, bit for bit
     assert "saved activations" in output
     assert_observed(expected)
-    assert cli.run(["search", "--budget", "60%"]) == 1
-    assert "no prices of policies" in capfd.readouterr().err
+    (recorded,) = measured
+    assert rows(mt.profile(recorded, options=[])) == rows(expected)
+
+
+@in_child
+def test_a_script_gets_prices_when_it_has_ended(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (folder / "scripts").mkdir()
+    (folder / "model.py").rename(folder / "scripts" / "model.py")
+    (folder / "scripts" / "train.py").write_text(START + SCRIPTS["loop"].replace("range(4)", "range(20)"))
+    command = ["profile", "--fast", "--", sys.executable, "scripts/train.py"]
+    assert cli.run(command) == 0
+    output = capfd.readouterr().out
+    assert "prices of policies follow when the script has ended" in output
+    assert "next: mesa-tune search --budget" in output
+    assert mt.Profile.load("mesa-run/profile.json").own_noise is not None
+    assert cli.run(["search", "--budget", "90%", "--trials", "0"]) == 0
+    assert cli.run(command) == 0  # measures it anew
 
 
 @in_child
@@ -111,7 +140,7 @@ def test_a_child_process_is_stopped(folder: Path, capfd: Capture) -> None:
 
 def test_stop_ends_the_script(folder: Path, expected: mt.Profile, capfd: Capture) -> None:
     expected.save(folder / "made.json")
-    script = f"cp made.json {SHARED}/profile.json; exec sleep 1000"
+    script = f"cp made.json {SHARED}/profile.json; echo why > {SHARED}/unrecorded.txt; exec sleep 1000"
     assert cli.run(["profile", "--stop", "--", "sh", "-c", script]) == 0
     assert "wrote mesa-run/profile.json" in capfd.readouterr().out
 
@@ -175,7 +204,7 @@ def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: Capture) -> Non
         (["--", "sh", "-c", "exit 3"], "ended with status 3 before a step was observed"),
         (["--", "sh", "-c", "exit 0"], "the script called no module with gradients"),
         (["--steps", "1", "--", "sh", "-c", "true"], "must be 2 or more"),
-        (["--fast", "--", "sh", "-c", "true"], "--fast: not for this profile"),
+        (["--bytes-only", "--", "sh", "-c", "true"], "--bytes-only: not for this profile"),
         (["--stop", "model.py"], "--stop: not for this profile"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -275,7 +304,10 @@ for _ in range(5):
     output = capfd.readouterr().out
     assert "note: step 3 of the script: Generator, Discriminator, at batch size 32\n" in output
     assert "note: several optimizers step (Adam, Adam)" in output
-    assert output.endswith("next: mesa-tune init, and put one of these steps into model.py\n")
+    assert output.splitlines()[-2:] == [
+        "no prices: the script has several optimizers",
+        "next: mesa-tune init, and put this step into model.py",
+    ]
     assert max(map(len, output.splitlines())) <= 80
     sizes = {layer.name: layer.own_bytes for layer in mt.Profile.load("mesa-run/profile.json").layers}
     hidden = 32 * 256 * 4

@@ -29,7 +29,7 @@ import torch
 from model import batch, loss, model
 net = model()
 optimizer = torch.optim.AdamW(net.parameters())
-for _ in range(4):
+for _ in range(3):
     value = loss(net, batch(4))
     optimizer.zero_grad()
     value.backward()
@@ -43,6 +43,7 @@ PRINTED = {
     "search, several budgets": "search --budget 80%,90% --trials 0 --json",
     "verify": f"{VERIFY} --by-group --force --json",
     "report": "report --format md --json",
+    "tree": "tree --json",
     "diff": "diff mesa-run mesa-run --json",
     "doctor": "doctor --json",
     "init": "init new.py --json",

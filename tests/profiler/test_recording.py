@@ -29,7 +29,7 @@ BROKEN: dict[str, tuple[Loss, str]] = {
 def recorded(folder: Path, step: Callable[[], None], steps: int) -> str:
     """Return what a recorder says of a script that takes one step more than `steps`."""
     faults: list[str] = []
-    recorder = Recorder("train.py", steps, folder, "model.py", faults.append)
+    recorder = Recorder("train.py", steps, folder, folder / "model.py", faults.append)
 
     def begin(module: nn.Module, _: object) -> None:
         handle.remove()

@@ -26,7 +26,14 @@ from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = replace(synthetic_profile(1, grid=COARSE), model="models/<tiny>.py")
 PLAN = search_policy(PROFILE, "70%")
-FIGURES = ["memory_by_layer", "memory_by_tag", "memory_through_step", "pareto", "storage_along_depth"]
+FIGURES = [
+    "memory_by_layer",
+    "memory_by_module",
+    "memory_by_tag",
+    "memory_through_step",
+    "pareto",
+    "storage_along_depth",
+]
 
 
 def verified(plan: Plan) -> Verification:

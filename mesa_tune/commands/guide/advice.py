@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from mesa_tune.commands.common import Run, below, format_bytes, wrapped
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
 
 _DIFFERENCE = 0.02
 """Share of the plain peak by which two peaks must differ to be worth telling apart."""
+UNRECORDED = "mesa-tune init, and put this step into model.py"
+"""What follows the profile of a script whose step could not be recorded."""
 
 
 def find_reach(profile: Profile) -> Reach | None:
@@ -46,21 +47,12 @@ def advice(profile: Profile, reach: Reach | None) -> list[str]:
     ]
 
 
-def recording(profile: Profile) -> str:
-    """Return the command that writes a model file of the step of the script in `profile`."""
-    from mesa_tune.profiler.watching.watcher import UNRECORDED
-
-    if any(note.endswith(UNRECORDED) for note in profile.notes):
-        return "mesa-tune init, and put one of these steps into model.py"
-    return f"mesa-tune init --from {shlex.quote(profile.script or '')}"
-
-
 def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
     """Return the command that follows this profile; it succeeds."""
     from mesa_tune.search.reach import LARGE_SHARE
 
     if profile.script is not None:
-        return recording(profile)
+        return UNRECORDED
     if reach is None or not (reach.is_worth_it or reach.batch_size):
         return f"mesa-tune report{run.option}"
     budget = f"--budget {reach.budget}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mesa_tune.commands.common import Run, format_bytes
-from mesa_tune.commands.guide.advice import find_reach, has_prices, next_command, recording
+from mesa_tune.commands.guide.advice import UNRECORDED, find_reach, has_prices, next_command
 from mesa_tune.errors import MesaTuneError
 
 if TYPE_CHECKING:
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from mesa_tune.search.plan import Plan
 
 _MODEL = Path("model.py")
+_FIRST = """\
+mesa-tune demo                        all of it on a small model
+      mesa-tune init                        a model.py to put your model into
+      mesa-tune profile -- python train.py  your training script as it is
+      mesa-tune run -- python train.py      the same, to see why memory runs out"""
+"""What comes first."""
 
 
 class State(NamedTuple):
@@ -52,7 +58,7 @@ def next_step(run: Run) -> str:
 def _without_profile(run: Run) -> State:
     if _MODEL.is_file():
         return State(f"{run.folder}: nothing was profiled yet", _profile(run, str(_MODEL)))
-    return State(f"{run.folder}: nothing was profiled yet", "mesa-tune init")
+    return State(f"{run.folder}: nothing was profiled yet", _FIRST)
 
 
 def _unfinished(run: Run, profile: Profile) -> str | None:
@@ -60,7 +66,7 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     from mesa_tune.workload.model_file import file_fingerprint
 
     if profile.script is not None:
-        return recording(profile)
+        return UNRECORDED
     if profile.partial:
         return f"{_profile(run, profile.model)}, which resumes it"
     if profile.layers and not has_prices(profile):

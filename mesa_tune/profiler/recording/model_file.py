@@ -80,12 +80,12 @@ class Recording:
         return [index for index, column in enumerate(columns) if len(set(column)) > 1]
 
 
-def write(recording: Recording, folder: Path, name: str) -> None:
-    """Write the model file `name` and the files beside it to `folder`.
+def write(recording: Recording, folder: Path, path: Path) -> None:
+    """Write the model file and the files beside it to `folder`, to be moved to `path`.
 
     Raise RunError for a model that cannot be pickled.
     """
-    stem = name.removesuffix(".py")
+    stem = path.stem
     model, batches = f"{stem}-model.pt", f"{stem}-batches.pt"
     others = _Others(recording)
     _pickle(_plain(recording.model), folder / model)
@@ -101,8 +101,21 @@ def write(recording: Recording, folder: Path, name: str) -> None:
     digest = digest_of(folder / model, folder / batches)[:16]
     opened = f"Recorded(globals(), {', '.join(map(quoted, (model, batches, digest)))})"
     local = sorted({*_local_modules(recording, folder / model, folder / batches), *_loss_modules(recording)})
-    text = _source(recording, found, others, opened, local)
-    (folder / name).write_text(text, "utf-8")
+    text = _source(recording, found, others, opened, local, _elsewhere(recording, path))
+    (folder / path.name).write_text(text, "utf-8")
+
+
+def _folder(recording: Recording) -> Path:
+    """Return the folder from which the script imports modules of its own."""
+    return (recording.file or Path.cwd() / "script").parent
+
+
+def _elsewhere(recording: Recording, path: Path) -> str:
+    """Return source that finds the modules beside the script, if the model file is not there."""
+    folder = _folder(recording)
+    if path.resolve().parent == folder:
+        return ""
+    return f"import sys\n\nsys.path.insert(0, {quoted(str(folder))})  # of modules that the script imports"
 
 
 class _Others:
@@ -181,7 +194,7 @@ def _script_names(path: Path) -> list[str]:
 
 def _local_modules(recording: Recording, *paths: Path) -> list[str]:
     """Return the modules beside the script that files refer to: as imports they count in the fingerprint."""
-    folder = (recording.file or Path.cwd() / "script").parent
+    folder = _folder(recording)
     modules = {module for path in paths for module, _ in _references(path)} - {SCRIPT}
     modules &= sys.modules.keys()
     files = {
@@ -217,13 +230,21 @@ def _is_literal(value: Any) -> bool:
     return type(value) in _LITERALS and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def _source(recording: Recording, found: Definitions, others: _Others, opened: str, local: list[str]) -> str:
+def _source(
+    recording: Recording,
+    found: Definitions,
+    others: _Others,
+    opened: str,
+    local: list[str],
+    elsewhere: str,
+) -> str:
     future = [line for line in found.imports if line.startswith("from __future__")]
     imports = [line for line in found.imports if line not in (*future, *_IMPORTS)]
     literals = [f"{name} = {quoted(value)}" for name, value in found.values.items() if _is_literal(value)]
     sections = [
         _HEAD.format(script=recording.script, batches=len(recording.batches)),
         "\n".join(future),
+        elsewhere,
         "\n".join(_IMPORTS),
         "from mesa_tune.workload.instance.recorded import Recorded",
         "\n".join([*imports, *(f"import {module}  # of the recorded model" for module in local)]),
@@ -238,7 +259,7 @@ def _source(recording: Recording, found: Definitions, others: _Others, opened: s
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-_HEAD = '''"""The training step of `{script}`, recorded by `mesa-tune init --from`.
+_HEAD = '''"""The training step of `{script}`, recorded by mesa-tune.
 
 The model, with its weights, and {batches} batches are in files beside this one. They are pickles, which load
 where their classes can be imported. Any function may be replaced by your own.

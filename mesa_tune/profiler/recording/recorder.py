@@ -7,7 +7,7 @@ how many backwards it runs; the batches of the later steps are recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -34,15 +35,16 @@ _INSTEAD = "`mesa-tune init` writes a file to put the step into; `mesa-tune prof
 class Recorder(Watcher):
     """Watches a script through its first step, and records the batches of `steps` further ones.
 
-    `folder`: where the model file `name` and the files beside it are written. `finish` gets an empty text
-    when they are, or the reason why there are none. A script that ends earlier gives fewer batches.
+    `folder`: where the model file and the files beside it are written, to be moved to `path`. `finish` gets
+    an empty text when they are, or the reason why there are none. A script that ends earlier gives fewer
+    batches.
     """
 
     def __init__(
-        self, script: str, steps: int, folder: Path, name: str, finish: Callable[[str], None]
+        self, script: str, steps: int, folder: Path, path: Path, finish: Callable[[str], None]
     ) -> None:
         super().__init__(script, steps, lambda result: finish(str(result)))
-        self.folder, self.name = folder, name
+        self.folder, self.path = folder, path
         main = getattr(sys.modules["__main__"], "__file__", None)  # is gone when Python ends
         self.file = None if main is None else Path(main).resolve()
         self.recording: Recording | None = None
@@ -71,6 +73,27 @@ class Recorder(Watcher):
         self._watching.enter_context(patch.object(torch.amp.GradScaler, "scale", scaling))
         self._watching.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipping))
         super().start(module)
+
+    def follow(self, called: Sequence[nn.Module], optimizers: Sequence[Optimizer], backwards: int) -> None:
+        """Record from the next forward on, as a step was watched: with these modules and `backwards`."""
+
+        def begin(module: nn.Module, given: Any) -> None:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return
+            handle.remove()
+            self.called, self.optimizers = dict.fromkeys(called), dict.fromkeys(optimizers)
+            self.backwards = backwards
+            self._step_watched(optimizers[0])
+            if not self.ended:
+                self.start(module)
+
+        handle = register_module_forward_pre_hook(begin)
+
+    @harmless
+    def _step_watched(self, optimizer: Optimizer) -> None:
+        self._require_one_optimizer()
+        self._begin_recording(optimizer)
+        self.backwards = 0
 
     @harmless
     def _before_forward(self, module: nn.Module, given: Any) -> None:
@@ -144,15 +167,19 @@ class Recorder(Watcher):
         self.optimizers[optimizer] = None
         if self._is_other_rank():
             self._forget()
-        elif len(self.optimizers) > 1:
-            raise RunError(f"the script has several optimizers\n{_INSTEAD}")
-        elif self.recording is None:
+            return
+        self._require_one_optimizer()
+        if self.recording is None:
             self._begin_recording(optimizer)
         else:
             self.step += 1
             if self.step == self.steps:
                 self._write()
         self.backwards = 0
+
+    def _require_one_optimizer(self) -> None:
+        if len(self.optimizers) > 1:
+            raise RunError(f"the script has several optimizers\n{_INSTEAD}")
 
     def _begin_recording(self, optimizer: Optimizer) -> None:
         trained = {id(parameter) for parameter in self._parameters()}
@@ -189,5 +216,5 @@ class Recorder(Watcher):
 
     def _write(self) -> None:
         assert self.recording is not None
-        write(self.recording, self.folder, self.name)
+        write(self.recording, self.folder, self.path)
         self.end("")

@@ -10,31 +10,36 @@ from torch import nn
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.recording.recorder import Recorder
+from mesa_tune.profiler.watching.bootstrap import SETTINGS
 from mesa_tune.profiler.watching.watcher import Watcher
 
-SETTINGS, RESULT, RECORDED = "settings.json", "profile.json", "recorded"
-FAULT, ENDED = "fault.txt", "ended.txt"
+RESULT, RECORDED = "profile.json", "recorded"
+FAULT, ENDED, UNRECORDED = "fault.txt", "ended.txt", "unrecorded.txt"
 """Files in the folder that a command and its script share. `recorded`: the model file is complete.
 `fault.txt`: why no step will be observed; `ended.txt`: the same, of a process that has ended.
+`unrecorded.txt`: why there is no model file of a step that was observed.
 """
 
 
 def start(folder: Path, module: nn.Module) -> None:
     """Watch this process, in which a call of `module` has begun, and write what is found to `folder`."""
     settings = json.loads((folder / SETTINGS).read_text("utf-8"))
+    script, observed = settings["script"], settings["steps"]
 
     def finish(result: Profile | str) -> None:
+        if (folder / RESULT).exists() or (folder / RECORDED).exists():
+            return  # of another process
         if isinstance(result, Profile):
-            write(RESULT, dump_json(result.to_dict()))
-        elif result:
-            write(ENDED if watcher.exiting else FAULT, result)
+            write_atomically(folder / RESULT, dump_json(result.to_dict()))
         else:
-            write(RECORDED, result)
+            write_atomically(folder / (ENDED if watcher.exiting else FAULT), result)
 
-    def write(name: str, text: str) -> None:
-        if not any((folder / done).exists() for done in (RESULT, RECORDED)):
-            write_atomically(folder / name, text)
+    def recorded(failure: str) -> None:
+        if failure and observed is None:
+            finish(failure)
+        else:
+            write_atomically(folder / (UNRECORDED if failure else RECORDED), failure)
 
-    given, name = (settings["script"], settings["steps"]), settings["model"]
-    watcher = Watcher(*given, finish) if name is None else Recorder(*given, folder, name, finish)
+    recorder = Recorder(script, settings["batches"], folder, Path(settings["path"]), recorded)
+    watcher = recorder if observed is None else Watcher(script, observed, finish, recorder.follow)
     watcher.start(module)

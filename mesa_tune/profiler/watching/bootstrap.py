@@ -1,4 +1,4 @@
-"""Start the watcher in a script. A copy of this file, named `sitecustomize.py`, runs when Python starts.
+"""Start what watches a script. A copy of this file, named `sitecustomize.py`, runs when Python starts.
 
 What is hard: this runs in every Python process of the command, launchers and workers of data loaders too, and
 perhaps before a `sitecustomize` of the user's own. So it imports nothing but the standard library, runs the
@@ -7,14 +7,19 @@ one that it hides, and waits for a first forward with gradients.
 
 from __future__ import annotations
 
+import json
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
+FOLDER, SETTINGS = Path(__file__).parent, "settings.json"
+"""The folder that a command and its script share, and what the command asks for. `starts`: the module whose
+`start` is called with the folder, and the module that is called.
+"""
 
 
 class AfterTorch(MetaPathFinder):
@@ -46,7 +51,7 @@ class AfterTorch(MetaPathFinder):
 
 
 def wait_for_forward() -> None:
-    """Start the watcher when a module is first called with gradients."""
+    """Start what the settings name when a module is first called with gradients."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -55,7 +60,8 @@ def wait_for_forward() -> None:
             return
         handle.remove()
         try:
-            from mesa_tune.profiler.recording.starting import start
+            starts = json.loads((FOLDER / SETTINGS).read_text("utf-8"))["starts"]
+            start = import_module(starts).start
         except ImportError as error:
             fault = (
                 f"the script's Python ({sys.executable}) cannot import mesa_tune: {error}\ninstall it there"

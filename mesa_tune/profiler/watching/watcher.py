@@ -11,7 +11,7 @@ import atexit
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec
@@ -29,8 +29,7 @@ from mesa_tune.workload.user_code import unexplained
 
 Arguments = ParamSpec("Arguments")
 
-UNRECORDED = "`mesa-tune init --from` cannot record that"
-"""Ends a note of a profile, of a script that no model file can describe."""
+Then = Callable[[Sequence[nn.Module], Sequence[Optimizer], int], None]
 _FIRST = "a step ends with the first one's"
 
 
@@ -58,11 +57,14 @@ def harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 class Watcher(StepEvents):
     """Watches a script through `steps` steps of its first optimizer, and observes the last.
 
-    `finish` gets the profile, or the reason why there is none. `exiting`: the process ends.
+    `finish` gets the profile, or the reason why there is none. `exiting`: the process ends. `then`: called
+    after a profile, with the modules that the script calls, its optimizers, and the backwards of a step.
     """
 
-    def __init__(self, script: str, steps: int, finish: Callable[[Profile | str], None]) -> None:
-        self.script, self.steps, self.finish = script, steps, finish
+    def __init__(
+        self, script: str, steps: int, finish: Callable[[Profile | str], None], then: Then | None = None
+    ) -> None:
+        self.script, self.steps, self.finish, self.then = script, steps, finish, then
         self.thread = threading.get_ident()
         self.ended = self.exiting = False
         self.depth = 0
@@ -90,8 +92,11 @@ class Watcher(StepEvents):
 
     def end(self, result: Profile | str) -> None:
         """Stop watching, with this result. One hook of optimizers stays, and does nothing."""
+        seen = list(self.called), list(self.optimizers), self.expected
         self._forget()
         self.finish(result)
+        if self.then is not None and isinstance(result, Profile):
+            self.then(*seen)
 
     @harmless
     def at_exit(self) -> None:
@@ -239,9 +244,7 @@ class Watcher(StepEvents):
         if self.expected > 1:
             yield f"of the {self.expected} backwards in a step, the last was observed"
         if len(self.optimizers) > 1:
-            yield f"several optimizers step ({_names(self.optimizers)}): {_FIRST}; {UNRECORDED}"
-        elif len(called := with_parameters(self.called)) > 1:
-            yield f"the script calls several modules ({_names(called)}); {UNRECORDED}"
+            yield f"several optimizers step ({_names(self.optimizers)}): {_FIRST}"
 
     @staticmethod
     def _is_other_rank() -> bool:

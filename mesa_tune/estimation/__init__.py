@@ -17,6 +17,7 @@ from mesa_tune.errors import BudgetError, WorkloadError
 from mesa_tune.free_memory import CPU_MARGIN, CUDA_MARGIN, needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.fake_steps import FakeSteps
+from mesa_tune.profiler.memory.kinds import Peak
 from mesa_tune.profiler.parallel import Parallelization, Parallelize
 from mesa_tune.profiler.rerun_modules.blocks import block_levels
 from mesa_tune.units import parse_bytes
@@ -60,12 +61,21 @@ class Estimate:
     _steps: FakeSteps = field(repr=False, compare=False)
 
     @property
+    def at_peak(self) -> Peak:
+        """When the step needs the most bytes, and of which kinds they are."""
+        return self._steps.at(self.batch_size).at_peak
+
+    @property
     def needed_bytes(self) -> int:
         """What `fits` compares: reserved bytes with the margin, library bytes, and what else a process takes.
 
         That is 8 MB and 10 MB for each thread of PyTorch, on CUDA 600 MB.
         """
         return _needed(self._steps, self.batch_size)
+
+    def at(self, batch_size: int) -> Estimate:
+        """Return the estimate of the same step at another batch size."""
+        return _of_steps(self._steps, batch_size, self.device)
 
     def fits(self, limit: str | int) -> bool:
         """Return whether the step fits into `limit`: bytes, or text such as `24GB` or `24GiB`."""
@@ -85,9 +95,11 @@ class Estimate:
         """
         import pandas as pd
 
-        return pd.DataFrame(
-            self._steps.at(self.batch_size).rows(), columns=["layer", "tag", "tensors", "bytes"]
-        )
+        return pd.DataFrame(self.rows(), columns=["layer", "tag", "tensors", "bytes"])
+
+    def rows(self) -> list[tuple[str, str, int, int]]:
+        """Return the rows of `frame`, without pandas."""
+        return self._steps.at(self.batch_size).rows()
 
 
 @overload
@@ -158,9 +170,14 @@ def estimate(
     parallel = _parallelization(parallelize, world_size)
     steps = FakeSteps(fake, policy or Policy.parse(""), cuda, parallel)
     batch_size = fake.batch_size if batch_size is None else batch_size
-    traced = steps.at(batch_size)
+    estimated = _of_steps(steps, batch_size, device)
     if isinstance(fake.batch, GivenBatches):
         fake.batch.close()  # other sizes are made from the batches that were drawn
+    return estimated
+
+
+def _of_steps(steps: FakeSteps, batch_size: int, device: str) -> Estimate:
+    traced = steps.at(batch_size)
     return Estimate(
         batch_size,
         device,
@@ -170,8 +187,8 @@ def estimate(
         traced.tensors,
         traced.reserved,
         traced.libraries,
-        CUDA_MARGIN if cuda else CPU_MARGIN,
-        not cuda,
+        CUDA_MARGIN if steps.cuda else CPU_MARGIN,
+        not steps.cuda,
         steps,
     )
 
