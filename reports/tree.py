@@ -1,12 +1,10 @@
 """Saved bytes by the tree of modules, in which siblings that are alike are one node.
 
-What is hard: layers are named by module and function (`blocks.0.mlp.gelu.0`), so the number of a function's
-call is part of its name, and no module of its own.
+What is hard: blocks that are alike save alike, but a policy may store some of them in another way.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,20 +61,20 @@ class Node:
 def module_tree(layers: pd.DataFrame, title: str) -> Node:
     """Return the tree of a `layers_frame`, named `title`: of modules that save anything."""
     columns = [name for name in ("before", "after") if name in layers]
-    counts = {
-        name: tuple(int(each) for each in row)
-        for name, row in zip(layers["name"], layers[columns].to_numpy().tolist(), strict=True)
-        if any(row)
-    }
-    return _node(title, [(_parts(name), saved) for name, saved in counts.items()])
+    rows = zip(*(layers[name] for name in ("name", "module", "tag", *columns)), strict=True)
+    found = [
+        (_parts(name, module, tag), tuple(int(each) for each in saved))
+        for name, module, tag, *saved in rows
+        if any(saved)
+    ]
+    return _node(title, found)
 
 
-def _parts(name: str) -> list[str]:
-    """Return the modules of a layer's name; the call of a function is one part, as `gelu.0`."""
-    call = re.fullmatch(r"(.*\.)?([A-Za-z_]\w*\.\d+)", name)
-    if call is None:
-        return name.split(".")
-    return [*(call[1] or "").split(".")[:-1], call[2]]
+def _parts(name: str, module: str, tag: str) -> list[str]:
+    """Return the modules around a layer, and the name of its function, as `gelu.0`, if it is one's call."""
+    path = name if tag == "module" else module
+    call = name.removeprefix(path).removeprefix(".")
+    return [*filter(None, path.split(".")), *([call] if call else [])]
 
 
 def _node(name: str, layers: Sequence[tuple[list[str], Bytes]]) -> Node:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import pandas as pd
 
-from mesa_tune.reports.tree import Node, module_tree, tree_lines
+from mesa_tune.reports.tree import Node, boxes, module_tree, tree_lines
 
 
-def frame(**saved: int | tuple[int, int]) -> pd.DataFrame:
-    """Layers with bytes before, and after if there are pairs; `__` in a name is a dot."""
-    rows = [
-        {"name": name.replace("__", "."), "before": value[0], "after": value[1]}
-        if isinstance(value, tuple)
-        else {"name": name.replace("__", "."), "before": value}
-        for name, value in saved.items()
-    ]
+def frame(calls: tuple[str, ...] = (), **saved: int | tuple[int, int]) -> pd.DataFrame:
+    """Layers with bytes before, and after if there are pairs; `__` in a name is a dot.
+
+    `calls`: names of functions; other layers are modules.
+    """
+    rows = []
+    for name, value in saved.items():
+        path = name.replace("__", ".")
+        call = next((each for each in ("gelu.0", *calls) if path.endswith(each)), "")
+        before, *after = value if isinstance(value, tuple) else (value,)
+        module = path.removesuffix(call).removesuffix(".")
+        rows.append(
+            {
+                "name": path,
+                "module": module,
+                "tag": "",
+                "before": before,
+                **dict(zip(["after"], after, strict=False)),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -77,5 +89,26 @@ def test_sums_of_the_lines_are_those_of_the_step() -> None:
 
 
 def test_calls_of_functions_are_no_modules() -> None:
-    tree = module_tree(frame(net__0=10, net__1=20, gelu__0=30, gelu__1=40), "Net")
-    assert names(tree) == ["net.0", "net.1", "gelu.0", "gelu.1"]
+    tree = module_tree(frame(("relu.1",), net__0=10, net__1=20, gelu__0=30, relu__1=40), "Net")
+    assert names(tree) == ["net", "gelu.0", "relu.1"]
+    assert names(tree.children[0]) == ["0", "1"]
+
+
+def test_inputs_of_modules_that_run_again_are_in_them() -> None:
+    again = pd.DataFrame([{"name": "blocks.0", "module": "", "tag": "module", "before": 0, "after": 70}])
+    tree = module_tree(pd.concat([frame(blocks__0__fc1=(90, 0)), again]), "Net")
+    assert tree.bytes == (90, 70)
+
+
+def test_boxes_lie_below_their_parents_on_one_scale() -> None:
+    saved = {name: (size, size // 2) for name, size in BLOCKS.items()}
+    found = boxes(module_tree(frame(stem=(40, 40), **saved), "Net"))
+    assert set(found["state"]) == {"plain", "policy"}
+    for _, state in found.groupby("state"):
+        whole = state[state["depth"] == 0].iloc[0]
+        for _, row in state.groupby("depth"):
+            ends = row["start"] + row["bytes"]
+            assert (row["start"].to_numpy()[1:] >= ends.to_numpy()[:-1]).all()
+            assert ends.max() <= whole["bytes"]
+    block = found[(found["state"] == "plain") & (found["name"] == "0 … 2")].iloc[0]
+    assert (block["start"], block["bytes"], block["count"]) == (40, 180_000, 3)
