@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -41,9 +42,13 @@ class Format(str, Enum):
     csv = "csv"
     md = "md"
     json = "json"
+    snapshot = "snapshot"
 
 
-_FORMATS = "html: the page, and the figures as PNG and SVG. csv: all tables. md: the layer table."
+_FORMATS = (
+    "html: the page, and the figures as PNG and SVG. csv: all tables. md: the layer table. "
+    "snapshot: the step for PyTorch's memory viewer."
+)
 FormatOption = Annotated[Format, typer.Option("--format", help=_FORMATS)]
 RunsArgument = Annotated[
     list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; several make one page.")
@@ -117,6 +122,8 @@ def _files(folder: Run, results: RunResults, form: Format) -> dict[Path, str | b
     from mesa_tune.reports.page import png, svg
     from mesa_tune.reports.tables import layers_markdown
 
+    if form is Format.snapshot:
+        return _snapshots(folder, results)
     tables = make_frames(results)
     if form is Format.json:
         return {folder.folder / "report.json": _json(tables)}
@@ -133,6 +140,20 @@ def _files(folder: Run, results: RunResults, form: Format) -> dict[Path, str | b
     if form is Format.html:
         files[folder.report] = render(results, tables, drawn)
     return files
+
+
+def _snapshots(folder: Run, results: RunResults) -> dict[Path, str | bytes]:
+    """Return the steps, plain and under the policy if there is one, as pickles for the memory viewer."""
+    from mesa_tune.reports.frames import sized_step
+    from mesa_tune.reports.snapshot import snapshot
+
+    steps = {"plain": {}, **({} if results.assignment is None else {"policy": results.assignment})}
+    return {
+        folder.folder / f"snapshot-{name}.pickle": pickle.dumps(
+            snapshot(*sized_step(results.profile, assignment, results.batch_size))
+        )
+        for name, assignment in steps.items()
+    }
 
 
 def _compared(folder: Run, runs: Mapping[str, RunResults], form: Format) -> dict[Path, str | bytes]:
