@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.rnn import pack_sequence
 
 import mesa_tune as mt
 from mesa_tune import cli
+from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
 from mesa_tune.estimation import oom
+from mesa_tune.integrations import compression
 from mesa_tune.profiler.memory.meter import measure_step
 from tests.builders import Capture, Patch, gpt2, words
 from tests.commands.scripts import ROOT
@@ -175,6 +179,37 @@ def test_other_errors_and_steps_without_gradients_are_left_alone(calls: oom._Cal
     sys.excepthook(MemoryError, error, None)
     sys.excepthook(ValueError, ValueError(), None)
     assert not capsys.readouterr().err
+
+
+BATCHES = {"packed": pack_sequence([torch.randn(3, 8), torch.randn(2, 8)]), "an object": object()}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_call_is_never_disturbed(name: str) -> None:
+    batch = BATCHES[name]
+
+    class Taking(nn.Linear):
+        def forward(self, given: Any) -> Any:
+            return given
+
+    assert Taking(2, 2)(batch) is batch
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_callbacks_explain_unless_told_not_to(explain: bool, monkeypatch: Patch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(compression, "explain_oom", lambda: called.append(True))
+    started = compression.Compression(mt.Policy.uniform(level=16), explain=explain)
+    started.start(compression.Training(Net(), None, list, None))
+    started.stop()
+    assert called == [True] * explain
+
+
+def test_our_hook_is_no_foreign_one() -> None:
+    assert not has_foreign_hooks([Net()])
+    handle = register_module_forward_pre_hook(lambda *_: None)
+    assert has_foreign_hooks([Net()])
+    handle.remove()
 
 
 def test_only_sizes_are_remembered(calls: oom._Calls) -> None:

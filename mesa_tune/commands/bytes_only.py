@@ -33,7 +33,7 @@ _MAX_ROWS = 12
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of the command; `model` is a model file, or `hf:` and a configuration file."""
+    """Arguments of the command; `model` is a model file, or `hf:` and a configuration."""
 
     model: str
     batch_size: int | None
@@ -41,6 +41,7 @@ class Request:
     device: str | None
     autocast: str | None
     fits: str | None = None
+    lora: int | None = None
 
     def check(self, *, bytes_only: bool, fast: bool) -> None:
         """Raise WorkloadError for arguments that exclude each other."""
@@ -48,8 +49,9 @@ class Request:
             raise WorkloadError(
                 f"{self.model}: a configuration alone has no data to train on\nadd --bytes-only"
             )
-        if self.length is not None and not self.is_configuration:
-            raise WorkloadError(f"--length {self.length}: is for hf:CONFIG.json\nleave it out")
+        for option, value in (("--length", self.length), ("--lora", self.lora)):
+            if value is not None and not self.is_configuration:
+                raise WorkloadError(f"{option} {value}: is for hf:CONFIG\nleave it out")
         if self.fits is not None and not bytes_only:
             raise WorkloadError(
                 f"--fits {self.fits}: is for --bytes-only\nadd it, or search with --budget {self.fits}"
@@ -59,7 +61,7 @@ class Request:
 
     @property
     def is_configuration(self) -> bool:
-        """Whether the model is a configuration file of transformers."""
+        """Whether the model is a configuration of transformers."""
         return self.model.startswith(_HF)
 
     def workload(self) -> tuple[Workload, str]:
@@ -68,8 +70,13 @@ class Request:
         from mesa_tune.workload.workload import Workload
 
         if self.is_configuration:
-            path = Path(self.model.removeprefix(_HF))
-            return configured(path, batch_size=self.batch_size, length=self.length, autocast=self.autocast)
+            return configured(
+                self.model.removeprefix(_HF),
+                batch_size=self.batch_size,
+                length=self.length,
+                autocast=self.autocast,
+                lora=self.lora,
+            )
         path = Path(self.model)
         workload = Workload.load(path, batch_size=self.batch_size, device="cpu", autocast=self.autocast)
         return workload, str(path)

@@ -30,7 +30,7 @@ _PACKAGES = {
     "matplotlib": "figures",
     "jinja2": "report.html",
     "scikit-learn": "the data of the examples and of `mesa-tune demo`",
-    "transformers": "most of the examples, and `profile hf:CONFIG.json`",
+    "transformers": "most of the examples, and `profile hf:CONFIG`",
 }
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mesa_tune.workload.workload import Workload
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="model.py", help="File with model(), batch(), loss(); or hf:CONFIG.json.")
+    str, typer.Argument(metavar="model.py", help="File with model(), batch(), loss(); or hf:CONFIG.")
 ]
 CommandArgument = Annotated[
     list[str] | None,
@@ -70,7 +70,11 @@ BytesOnlyOption = Annotated[
     bool, typer.Option("--bytes-only", help="Bytes and peak alone: allocates no model, runs no step.")
 ]
 LengthOption = Annotated[
-    int | None, typer.Option("--length", metavar="L", min=1, help="Tokens per sample, for hf:CONFIG.json.")
+    int | None, typer.Option("--length", metavar="L", min=1, help="Tokens per sample, for hf:CONFIG.")
+]
+LoraOption = Annotated[
+    int | None,
+    typer.Option("--lora", metavar="RANK", min=1, help="Adapters on all linear layers, for hf:CONFIG."),
 ]
 FitsOption = Annotated[
     str | None,
@@ -93,6 +97,7 @@ def profile(
     timeout: TimeoutOption = None,
     bytes_only: BytesOnlyOption = False,
     length: LengthOption = None,
+    lora: LoraOption = None,
     fits: FitsOption = None,
     steps: StepsOption = None,
     stop: StopOption = False,
@@ -110,14 +115,14 @@ def profile(
     measure = partial(_measure, fast=fast, timeout=timeout, folder=folder, output=output)
     if command:
         measured: dict[str, object] = {"--batch-size": batch_size, "--device": device, "--autocast": autocast}
-        measured |= {"--bytes-only": bytes_only, "--length": length, "--fits": fits}
+        measured |= {"--bytes-only": bytes_only, "--length": length, "--lora": lora, "--fits": fits}
         _refuse(measured, "the script itself says that: leave it out, or change it there")
         path = _observe([model, *command], 3 if steps is None else steps, stop, folder, output)
         if path is not None:
             measure(Workload.load(path), inputs=_script([model, *command]))
         return
     _refuse({"--steps": steps, "--stop": stop}, "only a script has it: mesa-tune profile -- python train.py")
-    request = Request(model, batch_size, length, device, autocast, fits)
+    request = Request(model, batch_size, length, device, autocast, fits, lora)
     request.check(bytes_only=bytes_only, fast=fast)
     if bytes_only:
         _refuse({"--timeout": timeout}, "--bytes-only runs no step that could take time: leave it out")

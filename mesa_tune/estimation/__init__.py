@@ -160,8 +160,8 @@ def estimate(
     if not isinstance(subject, (Workload, nn.Module)):
         raise WorkloadError(
             f"{subject!r}: is neither a Workload nor an nn.Module\n"
-            'read a file by mt.Workload.load("model.py", device="cpu"); for hf:CONFIG.json use the command:\n'
-            "mesa-tune profile hf:CONFIG.json --bytes-only --fits 24GB"
+            'read a file by mt.Workload.load("model.py", device="cpu"); for hf:CONFIG use the command:\n'
+            "mesa-tune profile hf:CONFIG --bytes-only --fits 24GB"
         )
     make = _of_workload if isinstance(subject, Workload) else _of_instance
     fake, policy, own_device = make(*arguments, **options)

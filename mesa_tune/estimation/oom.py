@@ -15,6 +15,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +25,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from mesa_tune.estimation import Estimate, estimate
 from mesa_tune.free_memory import free_memory, usable_bytes
@@ -75,12 +77,14 @@ class _Sizes(NamedTuple):
 
 @dataclass
 class _Call:
-    """The last call of a model with gradients: its arguments, `_Sizes` for tensors, and autocast's dtype.
+    """The last call of a model with gradients, and autocast's dtype.
 
-    `limit`: the bytes that a training step could use when the model was first called, as `room` says.
+    `leaves`, `spec`: its arguments, `_Sizes` in place of tensors. `limit`: the bytes that a training step
+    could use when the model was first called, as `room` says.
     """
 
-    arguments: tuple[Any, Mapping[str, Any]]
+    leaves: list[Any]
+    spec: TreeSpec
     autocast: str | None
     limit: int
     room: str
@@ -88,24 +92,19 @@ class _Call:
     @cached_property
     def batch_size(self) -> int:
         """The first dimension of the first tensor that has one."""
-        leaves = tree_leaves(self.arguments, is_leaf=_is_sizes)
-        return next((max(1, leaf.shape[0]) for leaf in leaves if _is_sizes(leaf) and leaf.shape), 1)
+        shapes = (leaf.shape for leaf in self.leaves if isinstance(leaf, _Sizes))
+        return next((max(1, shape[0]) for shape in shapes if shape), 1)
 
-    def batch(self, samples: int) -> tuple[Any, Mapping[str, Any]]:
+    def batch(self, samples: int) -> Any:
         """Return arguments of so many samples."""
 
         def made(value: Any) -> Any:
-            if not _is_sizes(value):
+            if not isinstance(value, _Sizes):
                 return value
             counts = bool(value.shape) and value.shape[0] == self.batch_size
             return torch.zeros((samples, *value.shape[1:]) if counts else value.shape, dtype=value.dtype)
 
-        batch: tuple[Any, Mapping[str, Any]] = tree_map(made, self.arguments, is_leaf=_is_sizes)
-        return batch
-
-
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, _Sizes)
+        return tree_unflatten([made(leaf) for leaf in self.leaves], self.spec)
 
 
 class _Calls:
@@ -133,13 +132,14 @@ class _Calls:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.inside:
-            self._note_outermost(module)
+            with suppress(Exception):  # the training goes on, whatever its arguments are
+                self._note_outermost(module)
         elif self.begun is not None:  # a wrapper of the forward may have entered autocast
             self.begun.autocast, self.begun = self.begun.autocast or _autocast(), None
 
     def _note_outermost(self, module: nn.Module) -> None:
         parameter = next(module.parameters(), None)
-        if parameter is None:
+        if parameter is None or isinstance(parameter, FakeTensor):
             return
         before = self.known.get(module)
         if before is None:
@@ -148,8 +148,9 @@ class _Calls:
             limit = free + sum(one.nbytes for one in (*module.parameters(), *module.buffers()))
         else:
             limit, room = before.limit, before.room
-        sizes = tree_map(_sized, _arguments(module))
-        self.known[module] = self.begun = _Call(sizes, _autocast(), limit, room)
+        leaves, spec = tree_flatten(_arguments(module))
+        sizes = [_sized(leaf) for leaf in leaves]
+        self.known[module] = self.begun = _Call(sizes, spec, _autocast(), limit, room)
 
     def explanation(self, trace: TracebackType | None) -> _Explanation | None:
         """Return that of the largest model that was called in training; None if there is none."""

@@ -197,14 +197,16 @@ class StepTracer:
 class TracedWorkload:
     """Traced steps of a workload at its batch size and at half of it, and the timelines that they make.
 
-    `variants`: also trace steps in which blocks run again, and in which large losses have slices.
+    `variants`: also trace steps of other codecs, in which blocks run again, and in which large losses have
+    slices.
     """
 
     def __init__(self, tracer: StepTracer, longest: LongestBatch, *, variants: bool = True) -> None:
         self.workload, self.tracer, self.longest = tracer.workload, tracer, longest
         self.notes = longest.notes
         batch_size = self.workload.batch_size
-        self.large, tags = tracer.traced(longest.batch, batch_size)
+        self.few = not variants
+        self.large, tags = tracer.traced(longest.batch, batch_size, few=self.few)
         if batch_size > 1:
             self.small = self._smaller(batch_size // 2)
         else:
@@ -261,7 +263,7 @@ class TracedWorkload:
         """Return the traced steps of the same draw at another batch size."""
         batch = self.workload.make_batch(size, draw=self.longest.draw)
         self.notes += self.longest.notes_on(batch, self.workload.batch_size, size)
-        return self.tracer.traced(batch, size)[0]
+        return self.tracer.traced(batch, size, few=self.few)[0]
 
     def profile(self, step_ms: float | None, *, notes: tuple[str, ...] = (), resume: str = "") -> Profile:
         """Return the profile of bytes; no layer has options yet, and it is partial."""

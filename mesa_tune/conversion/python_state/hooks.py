@@ -17,11 +17,19 @@ def has_foreign_hooks(modules: Sequence[nn.Module]) -> bool:
 
     Those of transformers that record outputs do nothing unless a forward has asked for these outputs.
     """
-    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+    of_all = chain(
+        torch_modules._global_forward_hooks.values(), torch_modules._global_forward_pre_hooks.values()
+    )
+    if not all(map(_is_ours, of_all)):
         return True
     hooked = [one for one in modules if has_hooks(one)]
     found = (chain(one._forward_pre_hooks.values(), one._forward_hooks.values()) for one in hooked)
     return not all(map(_is_idle, chain.from_iterable(found)))
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook of all modules is ours: it notes sizes, and does nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("mesa_tune.")
 
 
 def has_hooks(module: nn.Module) -> bool:
