@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 EXAMPLE = Path("examples") / "digits_vit.py"
 BUDGET = "40%"
 UNIFORM_LEVEL = 16
+FastOption = Annotated[bool, typer.Option("--fast", help="A fast profile, no study, and no training.")]
 
 
 def demo(
     context: typer.Context,
+    fast: FastOption = False,
     run: RunOption = DEFAULT_RUN,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -48,9 +50,11 @@ def demo(
     begin = time.perf_counter()
     shared = [flag for flag, is_set in (("--debug", debug), ("--force", force)) if is_set]
     shared += ["--run", str(run), *(["--quiet"] if as_json or quiet else [])]
-    for command in (["profile", str(example)], ["search", "--budget", BUDGET], ["verify"]):
+    quick = (["--fast"], ["--trials", "0"]) if fast else ([], [])
+    commands = (["profile", str(example), *quick[0]], ["search", "--budget", BUDGET, *quick[1]], ["verify"])
+    for command in commands:
         _run_command(context, output, command, shared)
-    rows = _measure(output, example, Run(run))
+    rows = _measure(output, example, Run(run), trained=not fast)
     _run_command(context, output, ["report"], shared)
     output.line()
     for line in table(rows):
@@ -73,8 +77,9 @@ def find_example() -> Path:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the demo's table, of at most 80 characters each."""
-    header = ["", "saved", "peak", "step time", "noise ratio", "test accuracy"]
-    return format_table(header, [_cells(row) for row in rows])
+    header = ["", "saved", "peak", "step time", "noise ratio"]
+    trained = all(row["accuracy"] is not None for row in rows)
+    return format_table([*header, *["test accuracy"] * trained], [_cells(row) for row in rows])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -85,7 +90,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         # Steps of a policy alternate with plain ones: on a busy machine only their ratio is reliable.
         f"{row['step_ratio']:.2f} x plain" if row["step_ratio"] else format_time(row["step_ms"] / 1000),
         format_error(row["noise_ratio"]),
-        f"{100 * row['accuracy']:.1f} %",
+        *([] if row["accuracy"] is None else [f"{100 * row['accuracy']:.1f} %"]),
     ]
 
 
@@ -97,8 +102,8 @@ def _run_command(context: typer.Context, output: Output, command: list[str], sha
         raise typer.Exit(status)
 
 
-def _measure(output: Output, example: Path, folder: Run) -> list[dict[str, Any]]:
-    """Return rows for plain, uniform and searched: memory and time of real steps, accuracy after training."""
+def _measure(output: Output, example: Path, folder: Run, *, trained: bool) -> list[dict[str, Any]]:
+    """Return rows for plain, uniform and searched: memory and time of real steps, accuracy if `trained`."""
     from mesa_tune.policy import Policy
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification, verify
@@ -116,7 +121,12 @@ def _measure(output: Output, example: Path, folder: Run) -> list[dict[str, Any]]
     }
     policies = {"plain": None, f"uniform {uniform_label()}": uniform, "searched": Policy.load(folder.policy)}
     return [
-        _row(name, measured.get(name), measured["searched"], _trained(output, train, name, policy))
+        _row(
+            name,
+            measured.get(name),
+            measured["searched"],
+            _trained(output, train, name, policy) if trained else None,
+        )
         for name, policy in policies.items()
     ]
 
@@ -134,7 +144,9 @@ def _trained(output: Output, train: Callable[..., float], name: str, policy: Pol
     return accuracy
 
 
-def _row(name: str, check: Verification | None, plain: Verification, accuracy: float) -> dict[str, Any]:
+def _row(
+    name: str, check: Verification | None, plain: Verification, accuracy: float | None
+) -> dict[str, Any]:
     """Return the row of the policy that `check` measured; without one, of the plain steps in `plain`."""
     measured = check.policy if check else plain.baseline
     errors: dict[str, float | None] = {"gradient_error": 0.0, "noise_ratio": 0.0}

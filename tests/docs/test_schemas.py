@@ -114,12 +114,14 @@ def test_what_a_joined_study_prints(home: Home) -> None:
     validate("join", json.loads(home.run(f"search --join {study} --trials 2 --json {journal}").out))
 
 
-def test_what_the_demo_prints(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = verified()
-    rows = [demo._row("plain", None, check, 0.967), demo._row("searched", check, check, 0.95)]
+@pytest.mark.parametrize("fast", ["", "--fast"])
+def test_what_the_demo_prints(fast: str, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, accuracy = verified(), None if fast else 0.95
+    rows = [demo._row("plain", None, check, accuracy), demo._row("searched", check, check, accuracy)]
     monkeypatch.setattr(demo, "_run_command", lambda *_: None)
-    monkeypatch.setattr(demo, "_measure", lambda *_: rows)
-    validate("demo", json.loads(home.run("demo --json").out))
+    monkeypatch.setattr(demo, "_measure", lambda *_, **__: rows)
+    validate("demo", json.loads(home.run(f"demo {fast} --json").out))
+    assert ("test accuracy" in home.run(f"demo {fast}").out) == (not fast)
 
 
 @pytest.mark.parametrize("kind", ["profile", "plan", "verify"])
