@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def _compiled_code_is_forgotten() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _out_of_memory_is_explained_no_more() -> Iterator[None]:
+    """Callbacks ask for it, and it is asked for once in a process."""
+    yield
+    oom: Any = sys.modules.get("mesa_tune.estimation.oom")
+    if oom is not None and oom._installed:
+        oom._installed.pop().stop()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -113,9 +113,9 @@ def test_the_profile_of_bytes_is_the_real_one_without_prices(
     for slot, other in zip(fake.timeline.slots, real.timeline.slots, strict=True):
         assert (slot.layer, slot.phase) == (other.layer, other.phase)
         assert slot.once.gradients == other.once.gradients
-        # Of few rows, real steps have a few more bytes in tensors and fewer in workspaces.
-        assert slot.once.live[:-1] == other.once.live[:-1]
-        assert slot.once.live[-1] == pytest.approx(other.once.live[-1], abs=64)
+        exact, packed, derived, *others = slot.once.live
+        assert (exact, packed, derived) == other.once.live[:3]
+        assert set(others) == {packed}  # of other codecs no step is traced
     assert (fake.saved_bytes, fake.peak_bytes) == (real.saved_bytes, real.peak_bytes)
     assert fake.exact == real.exact
     assert fake.step_ms is None

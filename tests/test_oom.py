@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.rnn import pack_sequence
 
@@ -30,17 +28,13 @@ from tests.commands.scripts import ROOT
 
 
 @pytest.fixture(name="calls", autouse=True)
-def _calls(monkeypatch: Patch) -> Iterator[oom._Calls]:
+def _calls(monkeypatch: Patch) -> oom._Calls:
     """`explain_oom()` was called."""
-    before = dict(hooks._global_forward_pre_hooks)
-    monkeypatch.setattr(oom, "_installed", [])
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
     monkeypatch.setattr(oom, "free_memory", lambda _: (45 * 10**6, "in this test"))
     mt.explain_oom()
-    yield oom._installed[0]
-    hooks._global_forward_pre_hooks.clear()
-    hooks._global_forward_pre_hooks.update(before)
+    return oom._installed[0]
 
 
 class Net(nn.Module):
@@ -49,7 +43,8 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 10)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.b(F.gelu(self.a(x) * scale))
+        y: Tensor = self.b(F.gelu(self.a(x) * scale))
+        return y
 
 
 class Failing(torch.autograd.Function):
@@ -68,7 +63,7 @@ def failure(step: Any) -> None:
     """Let `step` fail, and the process end."""
     ends: list[Any] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(oom.atexit, "register", ends.append)
+        patched.setattr("atexit.register", ends.append)
         try:
             step()
         except (RuntimeError, MemoryError) as error:
@@ -82,7 +77,8 @@ def failure(step: Any) -> None:
 def test_a_step_is_explained_by_its_own_bytes(capsys: Capture) -> None:
     model, batch = Net(), torch.randn(8192, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    failure(lambda: Failing.apply(model(batch, scale=2.0)).sum().backward())
+    out_of_memory: Any = Failing.apply
+    failure(lambda: out_of_memory(model(batch, scale=2.0)).sum().backward())
     text = capsys.readouterr().err
     peak = measure_step(model, batch, lambda model, x: (model(x, 2.0) - 1).square().mean(), optimizer)
     expected = mt.estimate(
@@ -193,6 +189,10 @@ def test_a_call_is_never_disturbed(name: str) -> None:
             return given
 
     assert Taking(2, 2)(batch) is batch
+
+
+def test_traces_are_those_of_the_model() -> None:
+    torch.jit.trace(Net(), torch.randn(4, 64))
 
 
 @pytest.mark.parametrize("explain", [True, False])

@@ -49,9 +49,10 @@ class Request:
             raise WorkloadError(
                 f"{self.model}: a configuration alone has no data to train on\nadd --bytes-only"
             )
-        for option, value in (("--length", self.length), ("--lora", self.lora)):
-            if value is not None and not self.is_configuration:
-                raise WorkloadError(f"{option} {value}: is for hf:CONFIG\nleave it out")
+        if self.length is not None and not bytes_only:
+            raise WorkloadError(f"--length {self.length}: is for --bytes-only\nset LENGTH in the model file")
+        if self.lora is not None and not self.is_configuration:
+            raise WorkloadError(f"--lora {self.lora}: is for hf:CONFIG\nleave it out")
         if self.fits is not None and not bytes_only:
             raise WorkloadError(
                 f"--fits {self.fits}: is for --bytes-only\nadd it, or search with --budget {self.fits}"
@@ -78,7 +79,9 @@ class Request:
                 lora=self.lora,
             )
         path = Path(self.model)
-        workload = Workload.load(path, batch_size=self.batch_size, device="cpu", autocast=self.autocast)
+        workload = Workload.load(
+            path, batch_size=self.batch_size, length=self.length, device="cpu", autocast=self.autocast
+        )
         return workload, str(path)
 
 
@@ -110,12 +113,16 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
 
 
 class _Fit(NamedTuple):
-    """Whether the step under the policy called `name` fits into a limit, and up to which batch size."""
+    """Whether the step under the policy called `name` fits into a limit, and up to which sizes.
+
+    `largest_length`: at the batch size; None for samples without length.
+    """
 
     name: str
     needed_bytes: int
     fits: bool
     largest_batch: int
+    largest_length: int | None = None
 
 
 def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[_Fit]:
@@ -143,7 +150,8 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
             if name not in _SETTINGS:
                 raise
             continue
-        row = _Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit))
+        length = None if workload.length is None else fit.largest_length(limit)
+        row = _Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit), length)
         if name not in _SETTINGS or row[1:] not in [known[1:] for known in found.values()]:
             found[name] = row
     return list(found.values())
@@ -151,12 +159,18 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
 
 def _fits_table(fits: Sequence[_Fit], device: str, limit: str | None) -> list[str]:
     rows = [
-        [fit.name, format_bytes(fit.needed_bytes), "yes" if fit.fits else "no", str(fit.largest_batch)]
+        [
+            fit.name,
+            format_bytes(fit.needed_bytes),
+            "yes" if fit.fits else "no",
+            str(fit.largest_batch),
+            *([] if fit.largest_length is None else [str(fit.largest_length)]),
+        ]
         for fit in fits
     ]
     if not rows:
         return []
-    header = [f"on {device}", "needs", f"fits {limit}", "largest batch"]
+    header = [f"on {device}", "needs", f"fits {limit}", "largest batch", "longest"][: len(rows[0])]
     return ["", *format_table(header, rows), *_explained([fit.name for fit in fits], device, limit or "")]
 
 

@@ -70,7 +70,8 @@ BytesOnlyOption = Annotated[
     bool, typer.Option("--bytes-only", help="Bytes and peak alone: allocates no model, runs no step.")
 ]
 LengthOption = Annotated[
-    int | None, typer.Option("--length", metavar="L", min=1, help="Tokens per sample, for hf:CONFIG.")
+    int | None,
+    typer.Option("--length", metavar="L", min=1, help="Tokens per sample. Default: the file's LENGTH."),
 ]
 LoraOption = Annotated[
     int | None,

@@ -6,6 +6,7 @@ fake tensors. For CUDA two things are modelled: what its kernels save, and how t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
@@ -96,6 +97,19 @@ class Estimate:
         import pandas as pd
 
         return pd.DataFrame(self.rows(), columns=["layer", "tag", "tensors", "bytes"])
+
+    def largest_length(self, limit: str | int) -> int:
+        """Return about the largest length of samples whose step fits into `limit`; 0 if none does.
+
+        It does fit. Raise WorkloadError for a workload without `length`.
+        """
+        steps, length = self._steps, self._steps.fake.length
+        if length is None:
+            raise WorkloadError(
+                "largest_length: the samples of the workload have no length\n"
+                "give it length=2048 (LENGTH = 2048 in a model file), and batch(batch_size, length)"
+            )
+        return fitting(lambda size: _needed(steps, self.batch_size, size), length, parse_limit(limit))
 
     def rows(self) -> list[tuple[str, str, int, int]]:
         """Return the rows of `frame`, without pandas."""
@@ -243,10 +257,25 @@ def parse_limit(limit: str | int) -> int:
     return parsed.bytes
 
 
-def _needed(steps: FakeSteps, batch_size: int) -> int:
+def _needed(steps: FakeSteps, batch_size: int, length: int | None = None) -> int:
     """Return the bytes to compare with a limit: those of `Estimate.needed_bytes`."""
-    step = steps.at(batch_size)
+    step = steps.at(batch_size, length)
     return needed_bytes(step.reserved, step.static, step.libraries, cuda=steps.cuda)
+
+
+def fitting(needed: Callable[[int], int], size: int, limit: int) -> int:
+    """Return about the largest size that needs at most `limit` bytes, where a line through two meets it.
+
+    That size does fit; few are asked. 0 if none does.
+    """
+    known = needed(size)
+    other = size * limit // known
+    other = max(1, size + 1 if other == size else other)
+    slope = (needed(other) - known) / (other - size) if other != size else 0
+    guess = size + math.floor((limit - known) / slope) if slope > 0 else other
+    while guess > 0 and (found := needed(guess)) > limit:
+        guess = min(guess - 1, guess * limit // found)
+    return max(0, guess)
 
 
 def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:

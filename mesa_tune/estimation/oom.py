@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import re
 import shlex
 import sys
@@ -30,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from mesa_tune.estimation import Estimate, estimate
+from mesa_tune.estimation import Estimate, estimate, fitting
 from mesa_tune.free_memory import free_memory, usable_bytes
 from mesa_tune.notice import say
 from mesa_tune.policy import Policy
@@ -117,8 +116,8 @@ class _Calls:
 
     def start(self) -> None:
         """Remember calls, and explain errors that leave the script."""
-        register_module_forward_pre_hook(self.note)
-        before = sys.excepthook
+        self._handle = register_module_forward_pre_hook(self.note)
+        self._before = before = sys.excepthook
 
         def explained(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             before(kind, error, trace)
@@ -127,9 +126,15 @@ class _Calls:
 
         sys.excepthook = explained
 
+    def stop(self) -> None:
+        """Undo `start`."""
+        self._handle.remove()
+        sys.excepthook = self._before
+
     def note(self, module: nn.Module, _: Any = None) -> None:
         """Remember a call, if it is one of an outermost module."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        tracing: Any = torch._C._get_tracing_state()
+        if tracing or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.inside:
             with suppress(Exception):  # the training goes on, whatever its arguments are
@@ -250,7 +255,7 @@ class _Explanation:
             return
         packed = self._estimate(Policy.uniform(level=16))
         size = format_bytes(packed.needed_bytes)
-        most = _fitting(packed, limit)
+        most = fitting(lambda size: packed.at(size).needed_bytes, self.call.batch_size, limit)
         if not most:
             yield "  Not even a batch of one fits: weights, gradients and optimizer state fill the memory."
             return
@@ -258,7 +263,7 @@ class _Explanation:
         fits = packed.fits(limit)
         yield f"    4 bits everywhere, {size}:" if fits else f"    batch size {most} at 4 bits:"
         yield f"      {_CONVERT}"
-        if as_it_is := _fitting(plain, limit):
+        if as_it_is := fitting(lambda size: plain.at(size).needed_bytes, self.call.batch_size, limit):
             yield f"    batch size {as_it_is} as it is" + (f", {most} at 4 bits" if fits else "")
         budget = usable_bytes(limit, plain.static_bytes, plain.library_bytes, cuda=self.device == "cuda")
         yield "    the fastest plan: profile the script at a batch size that fits, then search"
@@ -300,20 +305,6 @@ def _largest(plain: Estimate) -> list[list[str]]:
         [name if len(each) > 1 else each[0], tag, str(len(each)), format_bytes(len(each) * size)]
         for (name, tag, size), each in kinds
     ]
-
-
-def _fitting(estimated: Estimate, limit: int) -> int:
-    """Return about the largest batch size that fits, where the line through two sizes meets the limit.
-
-    It does fit; few steps are traced.
-    """
-    size, needed = estimated.batch_size, estimated.needed_bytes
-    other = max(1, size * limit // needed) if size * limit // needed != size else size + 1
-    slope = (estimated.at(other).needed_bytes - needed) / (other - size)
-    guess = size + math.floor((limit - needed) / slope) if slope > 0 else size
-    while guess > 0 and (needed := estimated.at(guess).needed_bytes) > limit:
-        guess = min(guess - 1, guess * limit // needed)
-    return max(0, guess)
 
 
 def _optimizer_of(model: nn.Module) -> Optimizer | None:

@@ -117,13 +117,14 @@ class FakeSteps:
     policy: Policy
     cuda: bool
     parallel: Parallelization | None = None
-    _known: dict[int, PolicyStep] = field(default_factory=dict, compare=False)
+    _known: dict[tuple[int, int | None], PolicyStep] = field(default_factory=dict, compare=False)
 
-    def at(self, batch_size: int) -> PolicyStep:
-        """Return the step at this batch size; each is traced once."""
-        if batch_size not in self._known:
-            self._known[batch_size] = self._traced(replace(self.fake, batch_size=batch_size))
-        return self._known[batch_size]
+    def at(self, batch_size: int, length: int | None = None) -> PolicyStep:
+        """Return the step at this batch size, and length of samples; each is traced once."""
+        sizes = batch_size, length or self.fake.length
+        if sizes not in self._known:
+            self._known[sizes] = self._traced(replace(self.fake, batch_size=sizes[0], length=sizes[1]))
+        return self._known[sizes]
 
     def _traced(self, fake: FakeWorkload) -> PolicyStep:
         with ExitStack() as stack:

@@ -59,7 +59,7 @@ def configured(
     """
     config = _config(name)
     model_class = _model_class(name, config)
-    batch, sample = _batches(name, config, model_class.main_input_name, length)
+    batch, tokens, sample = _batches(name, config, model_class.main_input_name, length)
     about = f"{model_class.__name__} on {sample}"
     make: Callable[[], nn.Module] = partial(model_class, config)
     if lora is not None:
@@ -70,6 +70,7 @@ def configured(
         lambda model, given: model(**given).loss,
         batch_size=DEFAULT_BATCH_SIZE if batch_size is None else batch_size,
         autocast=None if autocast == "none" else autocast,
+        length=tokens,
         fingerprint=hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
     )
     return ConfiguredWorkload(workload, about)
@@ -161,8 +162,8 @@ def _model_class(name: str, config: Any) -> Any:
 
 def _batches(
     name: str, config: Any, main_input: str, length: int | None
-) -> tuple[Callable[[int], dict[str, Any]], str]:
-    """Return a function that makes a batch, and a sample in words."""
+) -> tuple[Callable[..., dict[str, Any]], int | None, str]:
+    """Return a function that makes a batch, the length of texts, and a sample in words."""
     if main_input == "input_ids":
         return _texts(config, length)
     if main_input == "pixel_values" and length is None:
@@ -171,18 +172,18 @@ def _batches(
     raise WorkloadError(f"{PREFIX}{name}: {what}\nwrite a model.py for other inputs: `mesa-tune init`")
 
 
-def _texts(config: Any, length: int | None) -> tuple[Callable[[int], dict[str, Any]], str]:
+def _texts(config: Any, length: int | None) -> tuple[Callable[..., dict[str, Any]], int, str]:
     known = [getattr(config, name) for name in _LENGTHS if getattr(config, name, None)]
     tokens = min([_LONGEST, *known[:1]]) if length is None else length
 
-    def batch(count: int) -> dict[str, Any]:
+    def batch(count: int, tokens: int) -> dict[str, Any]:
         ids = torch.randint(config.vocab_size, (count, tokens))
         return {"input_ids": ids, "labels": ids}
 
-    return batch, f"{tokens} tokens"
+    return batch, tokens, f"{tokens} tokens"
 
 
-def _images(config: Any) -> tuple[Callable[[int], dict[str, Any]], str]:
+def _images(config: Any) -> tuple[Callable[..., dict[str, Any]], None, str]:
     size = getattr(config, "image_size", None) or _IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else size
     channels = getattr(config, "num_channels", 3)
@@ -191,4 +192,4 @@ def _images(config: Any) -> tuple[Callable[[int], dict[str, Any]], str]:
         pixels = torch.randn(count, channels, height, width)
         return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (count,))}
 
-    return batch, f"images of {height} x {width}"
+    return batch, None, f"images of {height} x {width}"

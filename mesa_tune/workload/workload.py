@@ -43,15 +43,16 @@ class Workload:
     of training, as `torch.save` writes a state_dict. `steps_before`: training steps that are taken before
     gradient errors are measured; None: until no weight has a gradient of exactly zero (`take_first_steps`).
     `random_state`: number of the one that steps start from, of those of `seed`, as a model may skip layers at
-    random; None: the first, if nobody has looked for the dearest. `path` and `fingerprint` (SHA-256 of the
-    content, local modules included): of the model file.
+    random; None: the first, if nobody has looked for the dearest. `length`: of samples, such as tokens of a
+    text; then it is the second argument of `batch`. `path` and `fingerprint` (SHA-256 of the content, local
+    modules included): of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
     (`is_out_of_memory`) pass unchanged.
     """
 
     model: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
+    batch: Callable[..., Any]
     loss: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     _: KW_ONLY
@@ -69,9 +70,11 @@ class Workload:
     path: Path | None = None
     fingerprint: str | None = None
     random_state: int | None = None
+    length: int | None = None
 
     def __post_init__(self) -> None:
         _require_batch_size(self.batch_size)
+        _require_length(self.length)
         _require_device(str(self.device))
         _require_autocast(self.autocast)
         _require_paths(self.checkpoints)
@@ -85,11 +88,14 @@ class Workload:
         path: str | Path,
         *,
         batch_size: int | None = None,
+        length: int | None = None,
         device: str | None = None,
         autocast: str | None = None,
         seed: int = 0,
     ) -> Workload:
-        """Load the workload of the model file at `path`; arguments override its BATCH_SIZE and AUTOCAST.
+        """Load the workload of the model file at `path`.
+
+        Arguments override its BATCH_SIZE, LENGTH and AUTOCAST.
 
         The default of `device` is `cuda` if there is one, else `cpu`. `autocast="none"` switches the file's
         AUTOCAST off.
@@ -97,6 +103,11 @@ class Workload:
         path = Path(path)
         fingerprint, names = read_model_file(path)
         autocast = names.get("AUTOCAST") if autocast is None else autocast
+        if length is not None and names.get("LENGTH") is None:
+            raise WorkloadError(
+                f"{path}: has no LENGTH, so its samples have no other length than its own\n"
+                "write LENGTH = 2048, and batch(batch_size, length)"
+            )
         return cls(
             names["model"],
             names["batch"],
@@ -111,6 +122,7 @@ class Workload:
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
             checkpoints=_beside(path, names.get("CHECKPOINTS", ())),
             steps_before=names.get("STEPS_BEFORE"),
+            length=names.get("LENGTH") if length is None else length,
             fingerprint=fingerprint,
         )
 
@@ -131,6 +143,7 @@ class Workload:
             **self.training_step.changed(),
             **({"checkpoints": [str(each) for each in self.checkpoints]} if self.checkpoints else {}),
             **({} if self.steps_before is None else {"steps_before": self.steps_before}),
+            **({} if self.length is None else {"length": self.length}),
         }
 
     @property
@@ -157,7 +170,8 @@ class Workload:
         NumPy and Python. The caller's random states do not change.
         """
         with seeded(mixed_seed(self.seed, draw), self.device), explaining("batch()", self.batch, self.path):
-            batch = drawn(self.batch, self.batch_size if n is None else n, draw)
+            make = self.batch if self.length is None else partial(_long, self.batch, self.length)
+            batch = drawn(make, self.batch_size if n is None else n, draw)
             return to_device(batch, self.device, f"{located(self.batch, self.path)}: batch()")
 
     def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
@@ -306,6 +320,17 @@ def _require_batch_size(batch_size: object) -> None:
         raise WorkloadError(
             f"batch size {batch_size!r}: must be an integer of at least 1\n"
             "give one with --batch-size or BATCH_SIZE"
+        )
+
+
+def _long(batch: Callable[[int, int], Any], length: int, count: int) -> Any:
+    return batch(count, length)
+
+
+def _require_length(length: object) -> None:
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise WorkloadError(
+            f"length {length!r}: must be an integer of at least 1\ngive one with --length or LENGTH"
         )
 
 

@@ -116,6 +116,50 @@ def test_which_batch_sizes_fit_a_limit(capsys: Capture) -> None:
     assert int(rows["at 4 bits"][-1]) >= int(rows["at 8 bits"][-1]) > int(largest) > 128
 
 
+TEXTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(64, 32), nn.Linear(32, 256), nn.Linear(256, 64)
+    def forward(self, ids): return self.down(torch.relu(self.up(self.embed(ids))))
+
+def model(): return Net()
+def batch(n, length): return torch.randint(64, (n, length))
+def loss(model, ids): return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+BATCH_SIZE, LENGTH = 4, 1024
+"""
+
+
+def test_how_long_samples_fit_a_limit(capsys: Capture) -> None:
+    Path("model.py").write_text(TEXTS)
+    workload, limit = mt.Workload.load("model.py", device="cpu"), "60MB"
+    plain, packed = mt.estimate(workload), mt.estimate(workload, mt.Policy.uniform(level=16))
+    longest = plain.largest_length(limit)
+    at_most = mt.estimate(mt.Workload.load("model.py", device="cpu", length=longest))
+    assert at_most.fits(limit)
+    assert not mt.estimate(mt.Workload.load("model.py", device="cpu", length=int(1.04 * longest))).fits(limit)
+    _, shown = profiled(capsys, "model.py", "--device", "cpu", "--fits", limit)
+    rows = {
+        line.split("  ")[0]: line.split()[-1]
+        for line in shown.splitlines()
+        if line and not line.startswith(" ")
+    }
+    assert rows["on cpu"] == "longest"
+    assert int(rows["plain"]) == longest
+    assert int(rows["at 4 bits"]) == packed.largest_length(limit) > 1.5 * longest
+    document, _ = profiled(capsys, "model.py", "--device", "cpu", "--length", str(longest), "--force")
+    assert document["peak_bytes"] == at_most.peak_bytes
+
+
+def test_samples_without_length_have_no_longest() -> None:
+    Path("model.py").write_text(MODEL)
+    with pytest.raises(mt.WorkloadError, match="largest_length: the samples"):
+        mt.estimate(mt.Workload.load("model.py", device="cpu")).largest_length("1GB")
+
+
 @pytest.mark.slow("sweep")
 def test_slices_of_the_loss_are_among_what_fits(capsys: Capture) -> None:
     # Large logits beside blocks that are large enough to matter where the logits have slices.
@@ -134,7 +178,8 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: Capture) -> None:
         (["hf:config.json"], "add --bytes-only"),
         (["model.py", "--fits", "2GB"], "search with --budget 2GB"),
         (["model.py", "--fits", "40%", "--bytes-only"], "not a share"),
-        (["model.py", "--length", "8", "--bytes-only"], "--length 8"),
+        (["model.py", "--length", "8", "--bytes-only"], "model.py: has no LENGTH"),
+        (["model.py", "--length", "8"], "set LENGTH in the model file"),
         (["model.py", "--fast", "--bytes-only"], "exclude each other"),
         (["model.py", "--timeout", "9", "--bytes-only"], "--timeout: not for this profile"),
         (["model.py", "--lora", "8", "--bytes-only"], "--lora 8"),

@@ -87,9 +87,3 @@ class PeakMeter:
         assert self._meter is not None
         self._meter.__exit__(None, None, None)
         self.peaks.append(self._meter.tensor_peak)
-
-
-@pytest.fixture(autouse=True)
-def _unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callbacks leave no hook of all modules behind: tests/test_oom.py has what it does."""
-    monkeypatch.setattr("mesa_tune.integrations.compression.explain_oom", lambda: None)

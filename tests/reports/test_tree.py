@@ -7,7 +7,7 @@ import pandas as pd
 from mesa_tune.reports.tree import Node, boxes, module_tree, tree_lines
 
 
-def frame(calls: tuple[str, ...] = (), **saved: int | tuple[int, int]) -> pd.DataFrame:
+def frame(calls: tuple[str, ...] = (), /, **saved: int | tuple[int, int]) -> pd.DataFrame:
     """Layers with bytes before, and after if there are pairs; `__` in a name is a dot.
 
     `calls`: names of functions; other layers are modules.
