@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 from pathlib import Path
 
 AUTO = "auto"
@@ -80,7 +79,11 @@ def _available() -> int:
 
 
 def _limited_bytes() -> list[tuple[int, str]]:
-    """Return what the limits of this process leave (`ulimit -d`, `-v`); nothing without one, or on macOS."""
+    """Return what limits of this process leave (`ulimit -d`, `-v`); nothing without one, or without Linux."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return []
     left = []
     for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most = resource.getrlimit(limit)[0]

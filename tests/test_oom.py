@@ -271,6 +271,20 @@ def trains(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow("processes")
+def test_a_limit_of_the_process_counts_as_memory() -> None:
+    limited = (
+        "import resource; from mesa_tune.free_memory import free_memory, _status\n"
+        "used = 1024 * int(_status().split('VmData:')[1].split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (used + 5 * 10**8,) * 2); print(*free_memory('cpu'), sep=':')"
+    )
+    command = [sys.executable, "-c", limited]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    left, _, what = said.strip().partition(":")
+    assert 4.5e8 < int(left) <= 5e8
+    assert what == "left by the process's limit"
+
+
+@pytest.mark.slow("processes")
 @pytest.mark.parametrize(("megabytes", "where"), [("300", "the forward of "), ("880", "the backward")])
 def test_a_script_that_runs_out_of_memory_is_explained(megabytes: str, where: str, tmp_path: Path) -> None:
     failed = trains(tmp_path, megabytes)
