@@ -275,7 +275,8 @@ def test_a_limit_of_the_process_counts_as_memory() -> None:
     limited = (
         "import resource; from mesa_tune.free_memory import free_memory, _status\n"
         "used = 1024 * int(_status().split('VmData:')[1].split()[0])\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (used + 5 * 10**8,) * 2); print(*free_memory('cpu'), sep=':')"
+        "resource.setrlimit(resource.RLIMIT_DATA, (used + 5 * 10**8,) * 2)\n"
+        "print(*free_memory('cpu'), sep=':')"
     )
     command = [sys.executable, "-c", limited]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
