@@ -217,7 +217,7 @@ class _Explanation:
     def say(self) -> None:
         """Write the explanation as the process ends, when the frames of the error are gone."""
         for name in ("last_exc", "last_value", "last_traceback"):
-            vars(sys).pop(name, None)
+            setattr(sys, name, None)
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
