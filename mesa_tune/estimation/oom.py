@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import re
 import shlex
 import sys
@@ -39,6 +40,7 @@ from mesa_tune.workload.user_code import is_out_of_memory, unexplained
 
 _LARGEST, _HEADER = 10, ("layer", "tag", "layers", "saves")
 """So many kinds of layers are named."""
+_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _CONVERT = "mt.convert(model, mt.Policy.uniform(level=16))"
 _PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype)
 _installed: list[_Calls] = []
@@ -260,6 +262,9 @@ class _Explanation:
             yield "  Not even a batch of one fits: weights, gradients and optimizer state fill the memory."
             return
         yield "  What fits:"
+        if self.device == "cpu" and _THRESHOLD not in os.environ:
+            yield f"    (on the CPU with {_THRESHOLD}=65536 in the environment: a process"
+            yield "    otherwise keeps much of what was freed)"
         fits = packed.fits(limit)
         yield f"    4 bits everywhere, {size}:" if fits else f"    batch size {most} at 4 bits:"
         yield f"      {_CONVERT}"
