@@ -7,6 +7,7 @@ line.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -103,9 +104,10 @@ class Workload:
         path = Path(path)
         fingerprint, names = read_model_file(path)
         autocast = names.get("AUTOCAST") if autocast is None else autocast
-        if length is not None and names.get("LENGTH") is None:
+        own_length = names.get("LENGTH") if _takes_length(names["batch"]) else None
+        if length is not None and own_length is None:
             raise WorkloadError(
-                f"{path}: has no LENGTH, so its samples have no other length than its own\n"
+                f"{path}: its samples have no other length than its own\n"
                 "write LENGTH = 2048, and batch(batch_size, length)"
             )
         return cls(
@@ -122,7 +124,7 @@ class Workload:
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
             checkpoints=_beside(path, names.get("CHECKPOINTS", ())),
             steps_before=names.get("STEPS_BEFORE"),
-            length=names.get("LENGTH") if length is None else length,
+            length=own_length if length is None else length,
             fingerprint=fingerprint,
         )
 
@@ -321,6 +323,14 @@ def _require_batch_size(batch_size: object) -> None:
             f"batch size {batch_size!r}: must be an integer of at least 1\n"
             "give one with --batch-size or BATCH_SIZE"
         )
+
+
+def _takes_length(batch: Callable[..., Any]) -> bool:
+    """Return whether a file's `batch` takes the length: LENGTH may also be a constant of the file's own."""
+    try:
+        return "length" in inspect.signature(batch).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 def _long(batch: Callable[[int, int], Any], length: int, count: int) -> Any:

@@ -154,6 +154,12 @@ def test_how_long_samples_fit_a_limit(capsys: Capture) -> None:
     assert document["peak_bytes"] == at_most.peak_bytes
 
 
+def test_a_length_of_the_files_own_is_left_alone(capsys: Capture) -> None:
+    Path("model.py").write_text(MODEL + "LENGTH = 7\n")
+    assert mt.Workload.load("model.py", device="cpu").length is None
+    profiled(capsys, "model.py", "--device", "cpu")
+
+
 def test_samples_without_length_have_no_longest() -> None:
     Path("model.py").write_text(MODEL)
     with pytest.raises(mt.WorkloadError, match="largest_length: the samples"):
@@ -178,7 +184,7 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: Capture) -> None:
         (["hf:config.json"], "add --bytes-only"),
         (["model.py", "--fits", "2GB"], "search with --budget 2GB"),
         (["model.py", "--fits", "40%", "--bytes-only"], "not a share"),
-        (["model.py", "--length", "8", "--bytes-only"], "model.py: has no LENGTH"),
+        (["model.py", "--length", "8", "--bytes-only"], "model.py: its samples have no other length"),
         (["model.py", "--length", "8"], "set LENGTH in the model file"),
         (["model.py", "--fast", "--bytes-only"], "exclude each other"),
         (["model.py", "--timeout", "9", "--bytes-only"], "--timeout: not for this profile"),
