@@ -18,6 +18,8 @@ THREAD_ALLOWANCE = 10**7
 """Allowance for each thread's buffers of MKL; 0.1 to 4 MB of two were measured on an EPYC, 21 on a Xeon."""
 CUDA_MARGIN = 0.2
 """Of what is not static. On an H100 2.2 % were missing for DeiT-S and GPT-2, 19 % for a plain ResNet-50."""
+MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+"""In the environment it makes glibc return larger blocks to the system when they are freed."""
 CUDA_CONTEXT = 600 * 10**6
 """Allowance for CUDA's context and the workspaces of its libraries; an assumption, too."""
 

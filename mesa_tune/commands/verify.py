@@ -31,6 +31,7 @@ from mesa_tune.commands.common import (
 )
 from mesa_tune.commands.guide.state import next_step
 from mesa_tune.commands.memory import advising
+from mesa_tune.free_memory import MMAP_THRESHOLD
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
@@ -66,7 +67,6 @@ _IN_PYTHON = (
     "(`mesa-tune init --from train.py` writes one)"
 )
 _FOREIGN = "make one for this model with `mesa-tune search`; --force applies it anyway, where it fits"
-_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
 def verify(
@@ -247,11 +247,11 @@ def _by_group(check: Verification) -> list[str]:
 
 def _resident_note(device: str) -> list[str]:
     """Return what to set so that glibc returns freed memory to the system."""
-    if device != "cpu" or platform.libc_ver()[0] != "glibc" or _THRESHOLD in os.environ:
+    if device != "cpu" or platform.libc_ver()[0] != "glibc" or MMAP_THRESHOLD in os.environ:
         return []
     return [
         "these are bytes of tensors: glibc hands what is freed back to the system only",
-        f"with {_THRESHOLD}=65536 in the environment of your training",
+        f"with {MMAP_THRESHOLD}=65536 in the environment of your training",
     ]
 
 

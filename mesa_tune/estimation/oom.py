@@ -31,16 +31,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from mesa_tune.estimation import Estimate, estimate, fitting
-from mesa_tune.free_memory import free_memory, usable_bytes
+from mesa_tune.free_memory import MMAP_THRESHOLD, free_memory, usable_bytes
 from mesa_tune.notice import say
 from mesa_tune.policy import Policy
 from mesa_tune.units import format_bytes, format_table, wrapped
+from mesa_tune.workload.boundaries import autocast_dtype
 from mesa_tune.workload.instance.optimizers import unwrapped
 from mesa_tune.workload.user_code import is_out_of_memory, unexplained
 
 _LARGEST, _HEADER = 10, ("layer", "tag", "layers", "saves")
 """So many kinds of layers are named."""
-_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _CONVERT = "mt.convert(model, mt.Policy.uniform(level=16))"
 _PLAIN_VALUES = (bool, int, float, str, type(None), torch.dtype)
 _installed: list[_Calls] = []
@@ -178,18 +178,16 @@ def _arguments(module: nn.Module) -> tuple[Any, Any]:
     """Return the arguments of the running call of `module`: torch gives a hook those without names alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        call = frame.f_locals
-        if frame.f_code.co_name == "_call_impl" and call.get("self") is module:
-            return tuple(call["args"]), dict(call["kwargs"])
+        if frame.f_code.co_name == "_call_impl":  # asking the locals of other frames would copy them
+            call = frame.f_locals
+            if call.get("self") is module:
+                return tuple(call["args"]), dict(call["kwargs"])
         frame = frame.f_back
     return (), {}
 
 
 def _autocast() -> str | None:
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return None
+    return autocast_dtype("cuda") or autocast_dtype("cpu")
 
 
 def _where(model: nn.Module, trace: TracebackType | None) -> str:
@@ -262,8 +260,8 @@ class _Explanation:
             yield "  Not even a batch of one fits: weights, gradients and optimizer state fill the memory."
             return
         yield "  What fits:"
-        if self.device == "cpu" and _THRESHOLD not in os.environ:
-            yield f"    (on the CPU with {_THRESHOLD}=65536 in the environment: a process"
+        if self.device == "cpu" and MMAP_THRESHOLD not in os.environ:
+            yield f"    (on the CPU with {MMAP_THRESHOLD}=65536 in the environment: a process"
             yield "    otherwise keeps much of what was freed)"
         fits = packed.fits(limit)
         yield f"    4 bits everywhere, {size}:" if fits else f"    batch size {most} at 4 bits:"

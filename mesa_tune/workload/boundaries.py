@@ -80,6 +80,13 @@ def watch_optimizers(events: StepEvents) -> RemovableHandle:
     return register_optimizer_step_post_hook(lambda optimizer, *_: events.step_ended(optimizer))
 
 
+def autocast_dtype(kind: str) -> str | None:
+    """Return the name of the dtype that autocast has now on devices of this kind; None without autocast."""
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
 def _call(given: Mapping[str, Any]) -> BackwardCall:
     """Return what a backward with these arguments starts from: one tensor's own, or a function of several."""
     outputs = _tensors(given.get("self", given.get("tensors")))

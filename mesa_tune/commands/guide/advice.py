@@ -51,8 +51,6 @@ def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
     """Return the command that follows this profile; it succeeds."""
     from mesa_tune.search.reach import LARGE_SHARE
 
-    if profile.script is not None:
-        return UNRECORDED
     if reach is None or not (reach.is_worth_it or reach.batch_size):
         return f"mesa-tune report{run.option}"
     budget = f"--budget {reach.budget}"

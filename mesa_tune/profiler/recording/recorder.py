@@ -27,7 +27,7 @@ from mesa_tune.profiler.recording.loss_calls import LossCalls
 from mesa_tune.profiler.recording.model_file import Recording, write
 from mesa_tune.profiler.watching.observed_step import require_no_modes, require_uncompiled
 from mesa_tune.profiler.watching.watcher import Watcher, harmless, with_parameters
-from mesa_tune.workload.boundaries import BackwardCall
+from mesa_tune.workload.boundaries import BackwardCall, autocast_dtype
 
 _INSTEAD = "`mesa-tune init` writes a file to put the step into; `mesa-tune profile -- COMMAND` observes it"
 
@@ -105,13 +105,10 @@ class Recorder(Watcher):
             self._note_call(module)
         if recording is None:
             return
-        if self._autocast() and self.output is None:  # also one that a wrapper of the forward enters
-            recording.autocast = str(torch.get_autocast_dtype(recording.device)).removeprefix("torch.")
+        if self.output is None:  # also one that a wrapper of the forward enters
+            recording.autocast = autocast_dtype(recording.device) or recording.autocast
         if self.depth == 1 and module is self.root:
             self._begin(recording)
-
-    def _autocast(self) -> bool:
-        return self.recording is not None and torch.is_autocast_enabled(self.recording.device)
 
     def _begin(self, recording: Recording) -> None:
         if self.output is not None:

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from mesa_tune.free_memory import free_memory
+from mesa_tune.free_memory import MMAP_THRESHOLD, free_memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, -1
 _TRIM, _MMAP = 64 << 20, 32 << 20
 """Where glibc's own thresholds end up in a process that frees large blocks. Once set, they move no more."""
 _LARGEST, _ROOM = 1 << 30, 4
-_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", MMAP_THRESHOLD, "GLIBC_TUNABLES")
 
 
 def roomy_heap(peak: int, device: str) -> AbstractContextManager[None]:

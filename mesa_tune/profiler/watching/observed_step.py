@@ -37,7 +37,7 @@ from mesa_tune.profiler.memory.timeline_builder import build_timeline
 from mesa_tune.profiler.memory.trace import Recorder, StepRecording
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.workload.boundaries import BackwardCall
+from mesa_tune.workload.boundaries import BackwardCall, autocast_dtype
 from mesa_tune.workload.session import layers_of
 
 
@@ -96,9 +96,7 @@ class ObservedStep:
 
     def note_autocast(self) -> None:
         """Note the autocast of a call in the forward: a wrapper of the model's forward may enter it."""
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        self.autocast = autocast_dtype(self.device.type) or self.autocast
 
     def note_batch(self, tree: Any) -> None:
         """Note the arguments of the model: the first dimension of the first tensor is the batch size."""
