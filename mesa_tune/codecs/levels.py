@@ -4,9 +4,8 @@ Few-bit Backward (arXiv 2202.00441, ICML 2023). The backward of y = f(x) needs f
 values and the L - 1 boundaries between them, the same for every tensor of a function, so no ranges are
 stored: 1 to 4 bits per element, and 4 bytes per tensor, which say whether an element was NaN or Inf. Values
 and boundaries minimize Σ w(x) (f'(x) - q(x))² by dynamic programming, as in the paper, with two differences.
-w is the density of the standard normal distribution, not the same everywhere. And intervals are those of the
-saved tensor: of f', not of x, where f' is what is saved, so that equal derivatives at different x have one
-level.
+w is the density of the standard normal distribution, not the same everywhere. And intervals are those of f',
+which is what is saved, not of x, so that equal derivatives at different x have one level.
 
 Rounding to the nearest level is deterministic, so the copy is biased. Its mean is right where x is standard
 normal: each value is the mean of its interval.
@@ -58,20 +57,15 @@ def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int
 refuses = drop.refuses
 
 
-def optimal_codebook(saved: Floats, derivative: Floats, weight: Floats, levels: int) -> Codebook:
-    """Return the codebook of the least Σ weight (derivative - value)²; `saved` is ascending.
+def optimal_codebook(derivative: Floats, weight: Floats, levels: int) -> Codebook:
+    """Return the codebook of the least Σ weight (derivative - value)²; `derivative` is ascending.
 
-    The intervals are runs of `saved`. The value of an interval is the one with the weighted mean derivative:
-    the mean itself where `saved` is the derivative, else the nearest of the elements of `saved`.
+    The value of an interval is its weighted mean.
     """
     ends = _runs(derivative, weight, levels)
-    values = []
-    for first, last in pairwise(ends):
-        part = slice(first, last)
-        mean = np.average(derivative[part], weights=weight[part])
-        nearest = saved[part][np.abs(derivative[part] - mean).argmin()]
-        values.append(float(mean if saved is derivative else nearest))
-    middles = [(saved[end - 1] + saved[end]) / 2 for end in ends[1:-1]]
+    parts = [slice(first, last) for first, last in pairwise(ends)]
+    values = [float(np.average(derivative[part], weights=weight[part])) for part in parts]
+    middles = [(derivative[end - 1] + derivative[end]) / 2 for end in ends[1:-1]]
     return Codebook(*[tuple(np.array(numbers, np.float32).tolist()) for numbers in (middles, values)])
 
 

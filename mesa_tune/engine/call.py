@@ -45,8 +45,8 @@ _ALL_ROWS = (
 )
 
 _QUANTIZES = (
-    "mesa-tune: `store: levels` has no effect on {!r}, which is no activation with a bounded derivative.\n"
-    "Its layers quantize to `level` levels; set it only for activations such as GELU, SiLU and tanh."
+    "mesa-tune: `store: levels` has no effect on {!r}: a few values cannot stand for its derivative.\n"
+    "Its layers quantize to `level` levels; set it only for activations such as GELU, SiLU and ELU."
 )
 
 _USUAL_GROUPS = 1024

@@ -3,7 +3,6 @@
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from mesa_tune.engine.formula import (
 )
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.arithmetic import times
-from mesa_tune.formulas.curves import BOUNDED, CURVES
+from mesa_tune.formulas.curves import CURVES, FEW_VALUED
 from mesa_tune.formulas.norms.composed import aligned
 from mesa_tune.ops import maps
 
@@ -56,13 +55,13 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
 
 
 def codebook(static: Static, levels: int) -> Codebook | None:
-    """Return the fixed values of what is saved; None if the derivative has no bound."""
-    return fixed_levels(static[0], static[2], levels) if static[0] in BOUNDED else None
+    """Return the fixed values of what is saved; None if a few cannot stand for the derivative."""
+    return fixed_levels(static[0], static[2], levels) if static[0] in FEW_VALUED else None
 
 
 @constant_result
 def fixed_levels(kind: str, parameters: tuple[Any, ...], levels: int) -> Codebook:
-    """Return the codebook of a curve of `BOUNDED` for inputs that are standard normal."""
+    """Return the codebook of a curve of `FEW_VALUED` for inputs that are standard normal."""
     return _fixed_levels(kind, parameters, levels)
 
 
@@ -71,11 +70,10 @@ def _fixed_levels(kind: str, parameters: tuple[Any, ...], levels: int) -> Codebo
     curve = CURVES[kind]
     with _disable_current_modes(), torch.no_grad():
         x = torch.linspace(-6, 6, 1001, dtype=torch.float64, device="cpu")
-        saved = curve.saved(x, curve.value(x, *parameters), *parameters)
-        derivative = curve.back(torch.ones_like(x), saved)
-        columns = torch.stack([saved, derivative, (-x * x / 2).exp()])
-        points, slopes, weight = columns[:, saved.argsort(stable=True)].numpy()
-    return optimal_codebook(points, points if np.array_equal(points, slopes) else slopes, weight, levels)
+        derivative = curve.saved(x, x, *parameters)
+        columns = torch.stack([derivative, (-x * x / 2).exp()])
+        slopes, weight = columns[:, derivative.argsort(stable=True)].numpy()
+    return optimal_codebook(slopes, weight, levels)
 
 
 POINTWISE = Formula(
