@@ -106,15 +106,18 @@ def layers_frame(
 ) -> pd.DataFrame:
     """Return one row per layer, in the order in which the layers run.
 
-    Columns: `name, tag, index, module, shape, dtype, shared_with, before`; with an assignment also `after,
-    settings, stored, exact, bits, gradient_error`. `stored`: `4 bits`, `exact`, `derive`, `recompute`,
-    `tile` or `offload`. `before` and `after` are the saved bytes of the tensors that the layer owns: they sum
-    to the saved bytes of the step. Modules that run again have rows of their own below, with the tag
-    `module`, for their inputs. The last row has the bytes that belong to no layer, if any.
+    Columns: `name, tag, index, module, shape, dtype, shared_with, runs, before`; with an assignment also
+    `after, settings, stored, exact, bits, gradient_error`. `runs`: in which share of steps. `stored`: `4
+    bits`, `exact`, `derive`, `recompute`, `tile` or `offload`. `before` and `after` are the saved bytes of
+    the tensors that the layer owns: they sum to the saved bytes of the step. Modules that run again have rows
+    of their own below, with the tag `module`, for their inputs. The last row has the bytes that belong to no
+    layer, if any.
     """
     order = running_order(profile)
     rows = [_layer_row(profile, name) for name in order]
-    frame = pd.DataFrame(rows, columns=["name", "tag", "index", "module", "shape", "dtype", "shared_with"])
+    frame = pd.DataFrame(
+        rows, columns=["name", "tag", "index", "module", "shape", "dtype", "shared_with", "runs"]
+    )
     frame = frame.astype({"index": "Int64"})  # of integers, also where the last row has none
     before = saved_by_layer(*sized_step(profile, {}, batch_size))
     frame["before"] = frame["name"].map(before).fillna(0).astype("int64")
@@ -231,14 +234,15 @@ def _layer_row(profile: Profile, name: str) -> dict[str, Any]:
     layer = profile.layer(name)
     plain = {key: getattr(layer, key) for key in ("name", "tag", "index", "module", "dtype")}
     shape = "×".join(str(extent) for extent in layer.shape)
-    return {**plain, "shape": shape, "shared_with": ", ".join(layer.shared_with)}
+    return {**plain, "shape": shape, "shared_with": ", ".join(layer.shared_with), "runs": layer.share}
 
 
 def _settings_columns(
     profile: Profile, layers: pd.DataFrame, sized: SizedTimeline, assignment: Assignment
 ) -> pd.DataFrame:
     """Return the settings in effect: at least the bits that hooks need, and exact for tensors too small."""
-    used, encoded = sized.compressed(assignment), _encoded_layers(sized)
+    used = sized.compressed(assignment) | {name: assignment.get(name, EXACT) for name in profile.skipped}
+    encoded = _encoded_layers(sized) | profile.skipped
     again = sized.under(assignment).reruns
     rows = []
     for name, before, after in zip(layers["name"], layers["before"], layers["after"], strict=True):
@@ -312,7 +316,8 @@ def _with_unowned(
 
 def _unowned_row(owner: str, settings: LayerSettings | None) -> dict[str, Any]:
     """Return a row of the layer table; `settings`: of a module that runs again, None for no layer."""
-    row: dict[str, Any] = {"name": owner, "module": "", "shape": "", "dtype": "", "shared_with": ""}
+    row: dict[str, Any] = dict.fromkeys(("module", "shape", "dtype", "shared_with"), "")
+    row |= {"name": owner, "runs": 1.0}
     if settings is None:
         return {
             **row,

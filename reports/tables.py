@@ -26,6 +26,9 @@ def layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for number, layer in enumerate(frame.to_dict("records")):
         cells = {str(column): value for column, value in layer.items()}
         row: dict[str, Any] = {"number": number, **cells, "before_text": format_bytes(layer["before"])}
+        row["layer"] = (
+            layer["name"] if layer["runs"] == 1 else f"{layer['name']} ({layer['runs']:.0%} of steps)"
+        )
         if "after" in layer:
             row["after_text"] = format_bytes(layer["after"])
             row["stored_text"] = layer["stored"] if layer["stored"] in _WORDS else layer["settings"]
@@ -37,7 +40,7 @@ def layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def layers_markdown(frame: pd.DataFrame) -> str:
     """Return the layer table (a `layers_frame`) as Markdown."""
-    columns = {"number": "#", "name": "layer", "tag": "tag", "shape": "shape", "before_text": "saved before"}
+    columns = {"number": "#", "layer": "layer", "tag": "tag", "shape": "shape", "before_text": "saved before"}
     if "after" in frame:
         columns |= {"after_text": "saved after", "stored_text": "stored as", "error_text": "gradient error"}
     columns["shared_with"] = SHARED

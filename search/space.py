@@ -7,7 +7,7 @@ the two have separate settings: a link between units. What no unit decides is th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,11 +78,18 @@ def policy_at(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
     """Return the policy of the choices `chosen`, without a header."""
     assignment, again = space.assignment(chosen), dict(space.taken(chosen))
     rules = [(layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in profile.layers]
-    skipped = [layer for step in profile.others for layer in step.layers]
-    rules += [(one.tag, one.index, one.name, assignment[one.like]) for one in skipped]
     for module, settings in list(again.items()):
-        again |= {name: settings for one in skipped if (name := one.module_like(module)) is not None}
+        again |= dict.fromkeys(_modules_like(profile, module), settings)
     return Policy.from_assignments(rules).rerunning(again)
+
+
+def _modules_like(profile: Profile, module: str) -> Iterator[str]:
+    """Yield the modules with layers that the traced step skips, stored like those of `module`."""
+    for layer in profile.layers:
+        like = layer.stored_like or ""
+        rest = like.removeprefix(f"{module}.")
+        if rest != like and layer.name.endswith(f".{rest}"):
+            yield layer.name.removesuffix(f".{rest}")
 
 
 def with_producers(profile: Profile, space: Space, chosen: Sequence[int]) -> Policy:
@@ -310,6 +317,7 @@ def _groups(profile: Profile) -> list[tuple[str, ...]]:
     """Group the layers that must have the same settings, in the order of the profile."""
     together = [tie.layers for tie in profile.ties]
     together += [item.layers for item in profile.timeline.kept if item.kind == "coded"]
+    together += [(layer.stored_like, layer.name) for layer in profile.layers if layer.stored_like is not None]
     root = {layer.name: layer.name for layer in profile.layers}
     for names in together:
         _join(root, [name for name in names if name in root])

@@ -9,9 +9,10 @@ which they compute the most stands for all.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def longest_batch(workload: Workload) -> LongestBatch:
 
 
 class Ran(NamedTuple):
-    """A step that was looked at: random state and draw, the innermost modules that ran, and their bytes."""
+    """A step that was looked at: random state, draw, the modules that ran, bytes of the innermost ones."""
 
     random_state: int
     draw: int
@@ -97,12 +98,13 @@ class Looked:
     """A workload in the random state in which its step computes the most, and notes.
 
     `others`: random states and draws of further steps, of which each runs modules that none before it does,
-    and in which share of the steps these run.
+    and in which share of the steps these run. `shares`: of the steps in which each module runs.
     """
 
     workload: Workload
     notes: tuple[str, ...] = ()
     others: tuple[tuple[int, int, float], ...] = ()
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: int = FURTHER) -> Looked:
@@ -124,15 +126,17 @@ def look(workload: Workload, model: nn.Module, longest: LongestBatch, *, draws: 
             share = sum(bool(new & other.modules) for other in ran) / len(ran)
             others.append((one.random_state, one.draw, share))
             seen |= new
+    counts = Counter(name for one in ran for name in one.modules)
+    looked = Looked(workload, (), tuple(others), {name: count / len(ran) for name, count in counts.items()})
     sizes = [one.nbytes for one in states]
     if len(set(sizes)) == 1:
-        return Looked(workload, others=tuple(others))
+        return looked
     share = sizes.count(dearest.nbytes) / len(sizes)
     note = (
         f"steps differ, as the model skips layers at random: the dearest of {len(sizes)} was traced; "
         f"{share:.0%} are as dear"
     )
-    return Looked(replace(workload, random_state=dearest.random_state), (note,), tuple(others))
+    return replace(looked, workload=replace(workload, random_state=dearest.random_state), notes=(note,))
 
 
 def _generators(device: str) -> list[Any]:
@@ -144,17 +148,18 @@ def _generators(device: str) -> list[Any]:
 
 
 class _Steps:
-    """Steps of a workload of which only the innermost modules are seen; `drew`: the last drew numbers."""
+    """Steps of a workload of which the modules that run are seen; `drew`: the last drew numbers."""
 
     def __init__(self, workload: Workload, model: nn.Module) -> None:
         self.workload, self.model, self.watch = workload, model, Watch(model)
         self.modules: set[str] = set()
         self.nbytes, self.drew = 0, False
 
-    def see(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Note that a module ran: a hook of it."""
+    def see(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Note that a module ran, and the bytes that an innermost one made: a hook of it."""
         self.modules.add(name)
-        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+        if next(module.children(), None) is None:
+            self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
 
     def __call__(self, state: int, draw: int, batch: Any) -> Ran:
         """Take a step, and undo what it does."""
@@ -180,7 +185,7 @@ def _looking(workload: Workload, model: nn.Module) -> Iterator[_Steps]:
     handles = [
         module.register_forward_hook(partial(steps.see, name))
         for name, module in model.named_modules()
-        if not any(True for _ in module.children()) and not isinstance(module, ScriptModule)
+        if not isinstance(module, ScriptModule)
     ]
     try:
         yield steps

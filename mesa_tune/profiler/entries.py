@@ -237,7 +237,9 @@ class LayerEntry(HasOptions):
 
     `bytes`: of all tensors that it saves; `own_bytes`: of those that it owns. `call_ms`: milliseconds that it
     adds to a step, if it compresses, besides encoding and decoding; below zero where its backward is faster
-    than PyTorch's. None: unknown.
+    than PyTorch's. None: unknown. `share`: of the steps that were looked at, those in which its module runs.
+    `stored_like`: the layer whose settings it gets where the traced step skips it. Then it owns no bytes of
+    this step, and its noise ratios are what they are in the steps that run it, times their share.
     """
 
     name: str
@@ -252,10 +254,12 @@ class LayerEntry(HasOptions):
     options: tuple[Option, ...]
     call_ms: float | None = None
     shares: Shares = ()
+    share: float = 1.0
+    stored_like: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each option: of the layer, of its settings, and its price."""
-        columns = ("name", "tag", "index", "module", "dtype", "own_bytes")
+        columns = ("name", "tag", "index", "module", "dtype", "own_bytes", "share")
         layer = {**{column: getattr(self, column) for column in columns}, "layer_bytes": self.bytes}
         for option in self.options:
             values, settings = option.to_dict(), option.settings
@@ -338,7 +342,7 @@ def _following(option: Option, priced: Sequence[Option]) -> Option:
     option's own error on the first batch varies, and it may have been left out because that was high.
     """
     same = [other for other in priced if in_proportion(other.settings) == in_proportion(option.settings)]
-    nearest = min(same or priced, key=lambda other: _levels_apart(other.settings, option.settings))
+    nearest = min(same or priced, key=lambda other: _distance(other.settings, option.settings)[::-2])
     if same and nearest.tensor_error:
         scale = option.tensor_error / nearest.tensor_error
     else:
@@ -350,11 +354,6 @@ def _following(option: Option, priced: Sequence[Option]) -> Option:
 def in_proportion(settings: LayerSettings) -> Any:
     """Return what options have in common whose errors are in proportion to those of the stored tensors."""
     return kind(settings), min(settings.bits, _PROPORTIONAL_BITS)
-
-
-def _levels_apart(option: LayerSettings, wanted: LayerSettings) -> tuple[float, float]:
-    distance = _distance(option, wanted)
-    return distance[2], distance[0]
 
 
 def _distance(option: LayerSettings, wanted: LayerSettings) -> tuple[float, int, float]:

@@ -13,6 +13,14 @@ UNSTEADY = 0.1
 """Spread of step times, as a share of the plain step, at which nothing is claimed of them."""
 
 
+def unsteady(spread: float) -> tuple[str, ...]:
+    """Return a note on step times of this spread, if it is large."""
+    if spread <= UNSTEADY:
+        return ()
+    what = "steps did not take equal times, as beside other work on this machine"
+    return (f"{what}: predicted ones are uncertain by {spread:.0%} of a plain step",)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what.

@@ -107,7 +107,8 @@ class DerivationTable:
 class PriceTable:
     """Prices of `layers`: hooks store `hooked`, `exact` can only be stored exactly.
 
-    `samplers` may leave out rows, and `valued` may store fixed levels.
+    `samplers` may leave out rows, and `valued` may store fixed levels. `skipped` add no time: the timed step
+    does not run them.
 
     `interaction`: see `interaction_of`. `overlap_ms`: milliseconds that two halves of the layers add to steps
     of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 4].
@@ -126,17 +127,20 @@ class PriceTable:
         overlap_ms: float = 0.0,
         samplers: Collection[str] = (),
         valued: Collection[str] = (),
+        skipped: Collection[str] = (),
     ) -> None:
         self.interaction, self.overlap_ms = interaction, overlap_ms
         self.names = [layer.name for layer in layers]
         self.position = {name: number for number, name in enumerate(self.names)}
-        self.batches = min(filter(None, map(_batches, [*layers, *derivations])), default=1)
+        on_all = [row for row in layers if row.name not in skipped]
+        self.batches = min(filter(None, map(_batches, [*on_all, *derivations])), default=1)
         self.tie_of_sharer = np.repeat(np.arange(len(ties)), [len(tie.layers) for tie in ties])
         self.sharers = _ints(self.position[name] for tie in ties for name in tie.layers)
         self.unit = np.arange(len(layers))
         self.unit[self.sharers] = _ints(self.position[tie.layers[0]] for tie in ties for _ in tie.layers)
         # The layer of each row.
         self.layer = _ints([*range(len(layers)), *(self.position[row.layers[0]] for row in derivations)])
+        self.runs = np.array([layer.name not in skipped for layer in layers])[self.layer]
         self.call_ms = np.array([layer.call_ms for layer in layers], dtype=np.float64)[self.layer]
         weights = np.maximum(0.0, np.nan_to_num(self.call_ms[: len(layers)]))
         self.shares = weights / max(1e-9, weights.sum())
@@ -249,6 +253,7 @@ class PriceTable:
         first = self.unit[self.layer]
         prices[:, :, -2] = np.where(first == self.layer, 0.0, prices[:, first, -2])
         prices[:, :, _MS] += self.call_ms
+        prices[:, ~self.runs, _MS:-1] = 0.0
         return prices
 
     def _shared(self, numbers: Ints) -> tuple[Ints, Flags]:
@@ -291,7 +296,8 @@ class _Kind:
         for target, (row, tie) in zip(values, rows, strict=True):
             for position, option in enumerate(row.complete):
                 if ratios := option.price_ratios:
-                    target[position, :-_COLUMNS] = ratios[:batches] if any(ratios) else 0.0
+                    known = ratios[:batches] if len(ratios) >= batches else statistics.fmean(ratios)
+                    target[position, :-_COLUMNS] = known if any(ratios) else 0.0
                     target[position, -_COLUMNS] = option.gradient_error
                 target[position, _MS:] = option.ms, option.encode_ms, tie.ratio(position)
         return _Kind(_ints(numbers), example, values, *flags)

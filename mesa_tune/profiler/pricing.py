@@ -31,6 +31,7 @@ from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.errors.step_gradient import StepEnded, StepRoots
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
+from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
@@ -221,6 +222,23 @@ class Pricing:
             for name, entry in entries.items()
         }
 
+    def of_skipped(
+        self, traced: Profile, step: OtherStep, rows: Rows, known: Mapping[str, LayerPrices]
+    ) -> Iterator[tuple[str, LayerPrices]]:
+        """Yield prices of the layers that `step` adds, times its share, under the options of those alike."""
+        workload = replace(self.workload, random_state=step.random_state)
+        own = replace(
+            self, workload=workload, rows=rows, draws=[step.draw], slices=1, amplifications=Amplifications()
+        )
+        sensitivity = own.record(0) if self.options else None
+        for group in (group for group in traced.groups if set(group) <= set(step.layers)):
+            entries = [traced.layer(name) for name in group]
+            like = {one.name: known[name] for one in entries if (name := one.stored_like or "") in known}
+            prices = own.of_group(traced, group, sensitivity, like)
+            for one in entries:
+                found = prices.get(one.name, LayerPrices((_exact(one),)))
+                yield one.name, found._replace(options=tuple([o.times(step.share) for o in found.options]))
+
     def of_derived(self, traced: Profile, number: int) -> dict[Reach, list[Option]]:
         """Return the options for what is stored while others derive from it, on the batch of this number.
 
@@ -247,7 +265,7 @@ class Pricing:
             return []
         on_cpu = self.workload.device == "cpu"  # has nowhere to offload to
         options = [option for option in self.options if not (on_cpu and option.store == "offload")]
-        if all(name in self.timeline.hooked for name in group):
+        if all(name in self.rows.hooked for name in group):
             return [option for option in options if option.bits == 8 and not option.omits]
         if not self.rows.may_leave_out_rows(group):
             options = [option for option in options if option.rows == 1]

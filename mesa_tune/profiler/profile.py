@@ -9,7 +9,7 @@ take the nearest option's, scaled with 1 / (level − 1)². The gradient error i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,6 @@ from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTa
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.profiler.shown import profile_html
 from mesa_tune.profiler.tiled_step import TiledStep, other_slices, without_slices
-from mesa_tune.units import format_bytes, format_error, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,11 +119,17 @@ class Profile:
         """Return for which setting of `policy` the profile has no data; None if it can predict it."""
         assignment = self.assignment(policy) if assignment is None else assignment
         known = self.in_slices if any(one.tile > 1 for one in assignment.values()) else self
-        again = set(policy.reruns(layer.name for layer in self.layers)).difference(known.timeline.modules)
+        traced = (layer.name for layer in self.layers if layer.name not in self.skipped)
+        again = set(policy.reruns(traced)).difference(known.timeline.modules)
         if again:
             names = ", ".join(map(repr, sorted(again)))
             return f"{names}: the profile does not tell what these modules save if they run again in backward"
         return other_slices(self.tiled, assignment)
+
+    @cached_property
+    def skipped(self) -> frozenset[str]:
+        """The layers that the traced step skips and `others` run."""
+        return frozenset(name for step in self.others for name in step.layers)
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -278,15 +283,7 @@ class Profile:
         return pd.DataFrame([row for layer in self.layers for row in layer.rows()])
 
     def _repr_html_(self) -> str:
-        facts = [
-            ("peak of a step", format_bytes(self.peak_bytes)),
-            ("saved for backward", format_bytes(self.saved_bytes)),
-            ("step time", "not known" if self.step_ms is None else format_time(self.step_ms / 1000)),
-            ("gradient noise", format_error(self.gradient_noise)),
-        ]
-        of = self.model or self.script or "a model"
-        title = f"Profile of {of}: batch {self.batch_size} on {self.device}"
-        return profile_html(title, facts, self.layers)
+        return profile_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document `mesa-tune.profile/3`."""
@@ -380,13 +377,18 @@ class Profile:
             self.layers,
             self.ties,
             self.derivations,
-            hooked=self.timeline.hooked,
-            samplers=self.timeline.samplers,
-            valued=self.timeline.valued,
+            hooked=self._with_skipped(self.timeline.hooked),
+            samplers=self._with_skipped(self.timeline.samplers),
+            valued=self._with_skipped(self.timeline.valued),
+            skipped=self.skipped,
             exact=frozenset(only_exact if self._has_errors else ()),
             interaction=dict(self.interaction),
             overlap_ms=self.overlap_ms,
         )
+
+    def _with_skipped(self, names: Collection[str]) -> set[str]:
+        """Return `names`, of traced layers, with the skipped ones that are stored like one of them."""
+        return {*names, *(layer.name for layer in self.layers if layer.stored_like in names)}
 
     @cached_property
     def _derivations(self) -> DerivationTable:

@@ -35,7 +35,8 @@ from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.errors.sliced_noise import noise_of_steps
 from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.prediction import UNSTEADY
+from mesa_tune.profiler.memory.rows import Rows
+from mesa_tune.profiler.memory.skipped import OtherStep
 from mesa_tune.profiler.pricing import WHOLE_BITS, LayerPrices, Pricing, calibrated, calibration, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
@@ -43,7 +44,7 @@ from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, m
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
 from mesa_tune.profiler.timing.step_time import StepTimer, with_times
-from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
+from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding, with_other_steps
 from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.instance.optimizers import advice
@@ -122,6 +123,7 @@ class _Profiling:
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
     draw: int = field(init=False)
+    others: dict[OtherStep, Rows] = field(default_factory=dict)
     calibration: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Profile:
@@ -163,11 +165,11 @@ class _Profiling:
     def _with_errors(self, traced: Profile) -> Profile:
         """Return the profile with the options of all layers; times of steps are still missing."""
         if not self.options:
-            self._measure_options(traced, range(1))
+            self._measure_layers(traced, range(1))
             return self._assembled(traced, partial=False)
         traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
         traced = self._with_noise(traced)
-        self._measure_options(traced, range(self.seeds))
+        self._measure_layers(traced, range(self.seeds))
         if self._has_time(traced):
             self.derivations = tuple(self._derivations(traced))
         self.pricing.restore()
@@ -271,8 +273,7 @@ class _Profiling:
             OwnNoise(()),
         )
         profile = traced.profile(step_ms, notes=(*self._notes(), *looked.notes), resume=self._request())
-        others = tuple(tracer.others(looked.others, profile.layers))
-        return replace(profile, others=others, notes=(*profile.notes, *(step.note for step in others)))
+        return with_other_steps(profile, tracer, looked, self.others)
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes on a batch size that was halved, and on an optimizer that rounding disturbs."""
@@ -281,13 +282,20 @@ class _Profiling:
         notes = None if size == wanted else halved, advice(self.optimizer)
         return tuple(filter(None, notes))
 
+    def _measure_layers(self, traced: Profile, numbers: range) -> None:
+        """Measure the options of the traced step's layers on batches, of others in steps that run them."""
+        self._measure_options(traced, numbers)
+        for step, rows in self.others.items():
+            self.measured |= self.pricing.of_skipped(traced, step, rows, self.measured)
+
     def _measure_options(self, traced: Profile, numbers: range) -> None:
         """Measure the options of all groups of layers on batches, and save the partial profile regularly."""
         todo = [
             (number, group)
             for number in numbers
             for group in traced.groups
-            if any(self._prices(name).batches <= number for name in group)
+            if traced.skipped.isdisjoint(group)
+            and any(self._prices(name).batches <= number for name in group)
         ]
         sensitivity: Sensitivity | None = None
         saved = start = time.monotonic()
@@ -336,14 +344,7 @@ class _Profiling:
             # On the traced batch: others may lack calls of it (losses that loop over targets).
             policies = timed_policies(profile, settings)
             times = self._timer(restore).times(policies, seconds, self.show, draw=self.draw)
-        profile = with_times(profile, times, settings)
-        if times.spread <= UNSTEADY:
-            return profile
-        unsteady = (
-            f"steps did not take equal times, as beside other work on this machine: predicted ones are "
-            f"uncertain by {times.spread:.0%} of a plain step"
-        )
-        return replace(profile, notes=(*profile.notes, unsteady))
+        return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:
         return StepTimer(self.workload, self.model, self.optimizer, restore, clock_of(self.workload.device))

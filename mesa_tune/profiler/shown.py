@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mesa_tune.notebook import note, shown, table
-from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.units import counted, format_bytes, format_error, format_time
+
+if TYPE_CHECKING:
+    from mesa_tune.profiler.profile import Profile
 
 QUANTITIES = {
     "saved_bytes": "bytes",
@@ -47,10 +49,17 @@ def quantities_html(
     return shown(title, table(["", *columns], lines), note(below))
 
 
-def profile_html(title: str, facts: Sequence[tuple[str, str]], layers: Sequence[LayerEntry]) -> str:
+def profile_html(profile: Profile) -> str:
     """Return the facts of a profile, and the layers that save the most."""
-    largest = sorted(layers, key=lambda layer: -layer.own_bytes)
-    total = max(sum(layer.own_bytes for layer in layers), 1)
+    facts = [
+        ("peak of a step", format_bytes(profile.peak_bytes)),
+        ("saved for backward", format_bytes(profile.saved_bytes)),
+        ("step time", "not known" if profile.step_ms is None else format_time(profile.step_ms / 1000)),
+        ("gradient noise", format_error(profile.gradient_noise)),
+    ]
+    of = profile.model or profile.script or "a model"
+    largest = sorted(profile.layers, key=lambda layer: -layer.own_bytes)
+    total = max(sum(layer.own_bytes for layer in largest), 1)
     rows = [
         [layer.name, layer.tag, format_bytes(layer.own_bytes), f"{100 * layer.own_bytes / total:.0f} %"]
         for layer in largest[:_LAYERS]
@@ -58,7 +67,7 @@ def profile_html(title: str, facts: Sequence[tuple[str, str]], layers: Sequence[
     rest = largest[_LAYERS:]
     further = f"{counted(len(rest), 'further layer')}: {format_bytes(sum(layer.own_bytes for layer in rest))}"
     return shown(
-        title,
+        f"Profile of {of}: batch {profile.batch_size} on {profile.device}",
         table(["", ""], facts),
         table(["layer", "tag", "saves", "of all"], rows, left=2),
         note(further if rest else ""),

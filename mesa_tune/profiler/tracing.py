@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -18,8 +18,8 @@ from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.errors import MesaTuneError
 from mesa_tune.notice import unnoticed
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.draws import LongestBatch
-from mesa_tune.profiler.entries import LayerEntry, Tie
+from mesa_tune.profiler.draws import LongestBatch, Looked
+from mesa_tune.profiler.entries import Tie
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.meter import (
@@ -111,16 +111,13 @@ class StepTracer:
                 trace = trace_step(self._stepper, self.model, batch, running.forward, static)
             return trace, running.layers()
 
-    def others(
-        self, steps: Sequence[tuple[int, int, float]], layers: Sequence[LayerEntry]
-    ) -> Iterator[OtherStep]:
-        """Trace the plain steps of these random states and draws; yield each with what `layers` lack."""
-        known = {layer.name for layer in layers}
-        for state, draw, share in steps:
-            workload = replace(self.workload, random_state=state)
-            batch = workload.make_batch(draw=draw)
-            traced = replace(self, workload=workload).trace(batch, Policy.parse(""))
-            yield OtherStep(state, draw, share, tuple(skipped_layers(layers, known, *traced)))
+    def rows_of(self, random_state: int, draw: int) -> Rows:
+        """Trace the plain and the packed step of a random state and draw, and return their rows."""
+        workload = replace(self.workload, random_state=random_state)
+        tracer, batch = replace(self, workload=workload), workload.make_batch(draw=draw)
+        plain, _ = tracer.trace(batch, Policy.parse(""))
+        packed, tags = tracer.trace(batch, Policy.uniform(level=16))
+        return Rows(plain, packed, tags, Catalog.of(self.model).modules)
 
     def rerun_modules(self, batch: Any, plain: StepTrace) -> tuple[str, ...]:
         """Return the level of blocks that has the least peak if all of them run again; () if none can."""
@@ -213,7 +210,7 @@ class TracedWorkload:
             # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
             self.small = unless_out_of_memory(lambda: self._smaller(2)) or self.large
         self.catalog = Catalog.of(tracer.model)
-        self.rows = Rows(self.large, tags, self.catalog.modules)
+        self.rows = Rows(self.large.plain, self.large.packed, tags, self.catalog.modules)
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
         self.pair = TracedPair(self.large, self.small)
@@ -303,6 +300,24 @@ class TracedWorkload:
         if excess > 0:
             where = "peaks between layers" if layer is None else f"peaks near {layer!r}"
             yield f"{where} are estimates: saved tensors exceed the traced step by {excess} bytes"
+
+
+def with_other_steps(
+    profile: Profile, tracer: StepTracer, looked: Looked, rows_of: dict[OtherStep, Rows]
+) -> Profile:
+    """Return the profile with the layers that only other steps run; put the rows of these into `rows_of`."""
+    layers = [replace(layer, share=looked.shares.get(layer.module, 1.0)) for layer in profile.layers]
+    ties = list(profile.ties)
+    rows_of.clear()
+    for state, draw, share in looked.others:
+        rows = tracer.rows_of(state, draw)
+        skipped = list(skipped_layers(layers, rows, share))
+        names = tuple(layer.name for layer in skipped)
+        ties += [Tie(group) for group in rows.groups() if set(group) <= set(names)]
+        rows_of[OtherStep(state, draw, share, names)] = rows
+        layers += skipped
+    notes = (*profile.notes, *(step.note for step in rows_of))
+    return replace(profile, layers=tuple(layers), ties=tuple(ties), others=tuple(rows_of), notes=notes)
 
 
 def rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:

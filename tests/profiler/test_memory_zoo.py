@@ -118,7 +118,7 @@ def traced(name: str) -> Traced:
         batch = work.make_batch()
         work.take_step(model, batch, optimizer)
         steps, tags = StepTracer(work, model, optimizer, restore).traced(batch, BATCH_SIZE)
-    rows = Rows(steps, tags, Catalog.of(model).modules)
+    rows = Rows(steps.plain, steps.packed, tags, Catalog.of(model).modules)
     layers = [(entry.tag, entry.index, entry.name) for entry in rows.entries()]
     return Traced(steps, build_timeline(steps, steps, rows.hooked), layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,10 @@ class Branching(nn.Module):
         return y
 
 
+def names_of(layers: Iterable[mt.LayerEntry]) -> set[str]:
+    return {layer.name.split(".")[1] for layer in layers if layer.name.startswith("blocks.")}
+
+
 @pytest.mark.parametrize("at_random", [True, False])
 @pytest.mark.parametrize("budget", ["70%", "85%"])
 def test_layers_of_the_other_branch_are_stored_as_those_of_the_traced_one(
@@ -190,18 +195,50 @@ def test_layers_of_the_other_branch_are_stored_as_those_of_the_traced_one(
     work = workload(partial(Branching, at_random), batch, loss, batch_size=32)
     profile = mt.profile(work, options=[mt.LayerSettings(level=level) for level in (4, 16, 256)], seeds=1)
     (other,) = profile.others
-    ran = {layer.name.split(".")[1] for layer in profile.layers if layer.name.startswith("blocks.")}
-    assert len(ran) == 1
-    assert 0 < other.share < 1
-    assert any("have no price and are stored as the most alike" in note for note in profile.notes)
-    assert {layer.name.split(".")[1] for layer in other.layers} == {"0", "1"} - ran
-    assert all(layer.like.split(".")[2:] == layer.name.split(".")[2:] for layer in other.layers)
+    skipped = [profile.layer(name) for name in other.layers]
+    ran = [layer for layer in profile.layers if layer not in skipped]
+    assert names_of(skipped) | names_of(ran) == {"0", "1"}
+    assert not names_of(skipped) & names_of(ran)
+    assert any("are stored as the most alike" in note for note in profile.notes)
+    stored = {layer.name: profile.layer(layer.stored_like) for layer in skipped if layer.stored_like}
+    assert {name.split(".")[-1] for name in other.layers if name not in stored} == {
+        "norm"
+    }  # `up` has its output
+    assert all(like.name.split(".")[2:] == name.split(".")[2:] for name, like in stored.items())
+    assert all(profile.layer(name).bytes == like.bytes for name, like in stored.items())
+    assert {layer.own_bytes for layer in skipped} == {0}
+    assert {layer.share for layer in skipped} == {other.share}
     profile.save(tmp_path / "profile.json")
-    assert mt.Profile.load(tmp_path / "profile.json").others == profile.others
+    assert mt.Profile.load(tmp_path / "profile.json") == profile
     limits: dict[str, Any] = {"trials": 0, "max_noise_ratio": 1e6, "workload": work}
     plan = mt.search_policy(profile, budget, **limits)
+    chosen = profile.assignment(plan.policy)
+    assert all(chosen[name] == chosen[like.name] for name, like in stored.items())
     for state, draw in ((profile.random_state, 0), (other.random_state, other.draw)):
         step = replace(work, random_state=state)
         found = PolicyTracer.of(step, replace(profile, random_state=state), 32)
         peak = found._real_on(plan.policy, step, step.make_batch(draw=draw)).peak
         assert peak <= plan.predicted.peak_bytes <= known(plan.budget_bytes)
+
+
+@pytest.mark.parametrize("at_random", [True, False])
+def test_a_layer_that_the_traced_step_skips_has_the_price_of_its_own_steps(at_random: bool) -> None:
+    """Both branches are alike, so in the steps that run it, it errs as its like does in the others."""
+    work = workload(partial(Branching, at_random), batch, loss, batch_size=32)
+    profile = mt.profile(work, options=[mt.LayerSettings(level=level) for level in (4, 16)], seeds=3)
+    skipped = [layer for layer in profile.layers if layer.name in profile.skipped and layer.tag == "fc"]
+    assert len(skipped) == 2
+    for layer in skipped:
+        like = profile.layer(str(layer.stored_like))
+        for level in (4, 16):
+            own, other = (one.like(mt.LayerSettings(level=level)) for one in (layer, like))
+            assert own is not None
+            assert other is not None
+            assert 0.2 < known(own.noise_ratio) / layer.share / known(other.noise_ratio) < 5
+    four = profile.predict(mt.Policy.uniform(level=16))
+    names = {layer.name: mt.LayerSettings(level=16) for layer in profile.layers}
+    traced = {name: settings for name, settings in names.items() if name not in profile.skipped}
+    alone = profile.predict_assignment(traced)
+    assert known(four.gradient_noise_ratio) > known(alone.gradient_noise_ratio)
+    assert four.step_ms == alone.step_ms
+    assert four.peak_bytes == alone.peak_bytes

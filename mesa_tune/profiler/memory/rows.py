@@ -13,17 +13,22 @@ from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
 from mesa_tune.profiler.memory.step_trace import CodedTrace, PlainTrace, StepTrace
-from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
+from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED, unattributed_bytes
 
 
 class Rows:
-    """The layers of traced steps; `tags`: tag and index of each layer; `modules`: names of the model's."""
+    """The layers of a step, traced plain and packed.
 
-    def __init__(self, traced: TracedSteps, tags: dict[str, tuple[str, int]], modules: Sequence[str]) -> None:
-        self.plain, self.packed = traced.plain, traced.packed
+    `tags`: tag and index of each layer; `modules`: names of the model's.
+    """
+
+    def __init__(
+        self, plain: StepTrace, packed: StepTrace, tags: dict[str, tuple[str, int]], modules: Sequence[str]
+    ) -> None:
+        self.plain, self.packed = plain, packed
         self.tags = tags
         self.modules = modules
-        self.unattributed = unattributed_bytes(traced.plain)
+        self.unattributed = unattributed_bytes(plain)
         self.hooked = tuple(name for name, (tag, _) in tags.items() if tag == "other")
 
     def entries(self) -> Iterator[LayerEntry]:

@@ -40,6 +40,7 @@ from mesa_tune.notice import Progress, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.prediction import unsteady
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import with_rerun_times
 from mesa_tune.profiler.timing.deriving import with_deriving_times
@@ -341,6 +342,7 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         routing_ms=times.routing,
         overlap_ms=times.overlap,
         time_spread=times.spread,
+        notes=(*profile.notes, *unsteady(times.spread)),
         tiled=tiled,
         layers=tuple(layers),
         derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
@@ -385,7 +387,7 @@ def _call_ms(
 ) -> float | None:
     """Return what `layer` adds to a step besides encoding and decoding; None if unknown."""
     always_exact = all(option.settings.exact for option in layer.options)
-    if layer.name in hooked or always_exact:  # hooks do nothing else
+    if layer.name in hooked or always_exact or layer.stored_like:  # hooks do nothing else
         return 0.0
     added, position = times.added.get(layer.name), layer.positions.get(settings)
     if added is None or position is None:

@@ -149,7 +149,7 @@ class ObservedStep:
         self.recorder.stop()
         traced = _alone(self.recorder.trace, self.batch_size, static)
         tags = layers_of(self.conversion, self.losses)
-        rows = Rows(traced, tags, self.conversion.catalog.modules)
+        rows = Rows(traced.plain, traced.packed, tags, self.conversion.catalog.modules)
         tensors = tensor_entries(traced.plain)
         exact = exact_entries(traced, {name: tag for name, (tag, _) in tags.items()})
         return Profile(
