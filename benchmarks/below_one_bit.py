@@ -21,8 +21,8 @@ from search_vs_uniform import GradientError, measured_bytes, trained_workload, u
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.entries import SAMPLED
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import SAMPLED
+from mesa_tune.profiles.profile import Profile
 
 TAGS = ("fc", "conv")
 SETTINGS = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DeiTConfig, DeiTForImageClassification, GPT2Config, GPT2LMHeadModel
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.measure.errors.joint_error import JointError
 
 KINDS = {"none": None, "not reentrant": False, "reentrant": True}
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]

@@ -21,8 +21,8 @@ from zoo import ZOO, ZooModel, configured, workload
 
 import mesa_tune as mt
 from mesa_tune import ops
-from mesa_tune.profiler.entries import fast_grid
-from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.measure.memory.meter import unless_out_of_memory
+from mesa_tune.profiles.entries import fast_grid
 
 LONG_S, FEWEST = 5.0, 3
 BILLION = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
 import mesa_tune as mt
+from mesa_tune.measure.errors.joint_error import JointError
+from mesa_tune.measure.profiling import SEEDS as SEEDS_OF_PROFILE
 from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.entries import full_grid
-from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.profiling import SEEDS as SEEDS_OF_PROFILE
+from mesa_tune.profiles.entries import full_grid
+from mesa_tune.profiles.profile import Profile
 
 UNSEEN, BATCHES, SEEDS = 5000, 16, 3
 STEPS, LEARNING_RATE = 30, 3e-3

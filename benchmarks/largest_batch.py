@@ -25,7 +25,7 @@ from common import append
 from meters import in_own_process, resident, train, trim
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import fast_grid
+from mesa_tune.profiles.entries import fast_grid
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.user_code import is_out_of_memory
 

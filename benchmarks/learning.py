@@ -36,8 +36,8 @@ from learning_tasks import TASKS, Task, train
 from torch import nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.errors.unseen import BATCHES, UNUSED_DRAWS
+from mesa_tune.measure.errors.joint_error import JointError
+from mesa_tune.measure.errors.unseen import BATCHES, UNUSED_DRAWS
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
 ALL = {**TASKS, "resnet": RESNET, "lora": LORA}

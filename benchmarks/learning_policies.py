@@ -8,7 +8,7 @@ from typing import Any
 from greedy import greedy
 
 import mesa_tune as mt
-from mesa_tune.profiler.prediction import Prediction
+from mesa_tune.profiles.prediction import Prediction
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 PLAIN, FASTEST, SMALLEST = "plain", "fastest", "smallest"

@@ -23,7 +23,7 @@ from own_ratio import OwnRatio
 from torch import Tensor
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import fast_grid
+from mesa_tune.profiles.entries import fast_grid
 
 FIRST_SEED = 900_000
 LEVELS = (16, 4)

@@ -24,7 +24,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, Option, above_one_bit, full_grid
+from mesa_tune.profiles.entries import Derivation, Option, above_one_bit, full_grid
 
 BLOCKS = 30
 BATCHES = 5

@@ -20,7 +20,7 @@ from truth import LiveStorages
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "search"

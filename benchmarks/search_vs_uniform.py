@@ -28,8 +28,8 @@ from learning_tasks import TASKS, train
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory.meter import measure_step
 
 PROMISED = {"digits": {4: 100.0, 3: 60.0, 2: 30.0}, "text": dict.fromkeys((4, 3, 2), 5.0)}
 """How many times lower than uniform bits'."""

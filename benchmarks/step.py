@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, workload
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import StepMemory, measure_step
+from mesa_tune.measure.memory.meter import StepMemory, measure_step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MAX_OPERATIONS = 12

@@ -33,10 +33,10 @@ from meters import loss_under
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.measure.timing.heap import steady_heap
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import fast_grid, full_grid
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timing.heap import steady_heap
+from mesa_tune.profiles.entries import fast_grid, full_grid
+from mesa_tune.profiles.profile import Profile
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 POLICIES, PLACES = 20, 3

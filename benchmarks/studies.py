@@ -20,9 +20,9 @@ from common import append
 from search_models import Model, limits
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import Option
-from mesa_tune.profiler.errors.joint_error import GradientError, Pair
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import Option
+from mesa_tune.profiles.own_noise import GradientError, Pair
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.objectives import to_same_result
 
 OFF, NOISE, HALF = 1.03, 0.02, 0.5

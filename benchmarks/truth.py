@@ -44,8 +44,8 @@ from truth_page import METERS, deviation, write
 from truth_subjects import SUBJECTS
 
 import mesa_tune as mt
+from mesa_tune.measure import tracing
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler import tracing
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "truth"

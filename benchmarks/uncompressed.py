@@ -20,8 +20,8 @@ import mesa_tune as mt
 from mesa_tune.engine.observer import Observer
 from mesa_tune.engine.rematerialize import Recipe
 from mesa_tune.engine.storage import Packing
+from mesa_tune.measure.memory.trace import observing
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.profiler.memory.trace import observing
 
 
 @dataclass

@@ -25,14 +25,14 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
 from mesa_tune.free_memory import AUTO, MARGIN, free_memory
+from mesa_tune.measure.memory.meter import bytes_of, gradients_of, tensors_in
+from mesa_tune.measure.profiling import profile
+from mesa_tune.measure.timing.duration import announcing
 from mesa_tune.notice import StatusLine, say
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.entries import fast_grid, full_grid
-from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.profiling import profile
-from mesa_tune.profiler.timing.duration import announcing
+from mesa_tune.profiles.entries import fast_grid, full_grid
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.runs.folder import DEFAULT_RUN, MADE_BY, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import plain_fits

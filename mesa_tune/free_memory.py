@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from mesa_tune.errors import WorkloadError
+
 AUTO = "auto"
 MARGIN = 0.1
 """Share of the free memory that the budget `auto` leaves: allocators, and what other programs take later."""
@@ -27,6 +29,19 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+def is_cuda(device: str) -> bool:
+    """Return whether `device` is a CUDA device rather than the CPU; raise WorkloadError for any other one."""
+    kind, _, index = device.partition(":")
+    if kind in ("mps", "xpu"):
+        raise WorkloadError(
+            f"device {device!r}: mesa-tune measures on the CPU and on CUDA, not on {kind.upper()}\n"
+            "profile with --device cpu: saved bytes and gradient errors are about the same, times are not"
+        )
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise WorkloadError(f"device {device!r}: must be cpu, cuda or cuda:N\nchoose with --device")
+    return kind == "cuda"
 
 
 def needed_bytes(reserved: int, static: int, libraries: int, *, cuda: bool) -> int:

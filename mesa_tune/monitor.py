@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.measure.errors.sampled import FEW_SAMPLES, Estimate, Sample, SampledError
 from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.sampled import FEW_SAMPLES, Estimate, Sample, SampledError
 from mesa_tune.retune import Retune
 from mesa_tune.runs.folder import DEFAULT_RUN
 from mesa_tune.search.again.replan import Replan

@@ -28,7 +28,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     if len(marker.args) != 1 or marker.kwargs:
         pytest.fail(f'{MARKER} takes one argument, the limit: @pytest.mark.{MARKER}("6GB")', pytrace=False)
-    from mesa_tune.profiler.saved_limit import LimitMeter
+    from mesa_tune.measure.saved_limit import LimitMeter
 
     with LimitMeter(marker.args[0]) as meter:
         result = yield

@@ -17,11 +17,11 @@ from torch.optim import AdamW, Optimizer
 
 from mesa_tune.conversion import convert
 from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.measure.profiling import profile
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.profiling import profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.batches import batch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mesa_tune.profiler.profile import Prediction
+from mesa_tune.profiles.profile import Prediction
 from mesa_tune.reports.contents import RunResults
 from mesa_tune.units import format_bytes, format_error, format_time
 

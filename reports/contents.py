@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiles.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, tree
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mesa_tune.policy.settings import LayerSettings
-    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.profiles.verification import Verification
     from mesa_tune.runs.provenance import Made
     from mesa_tune.search.plan import Plan
 

@@ -13,16 +13,16 @@ import numpy as np
 import pandas as pd
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.kinds import moment_text
-from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
-from mesa_tune.profiler.memory.step_trace import block_of
-from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.tiled_step import without_slices
+from mesa_tune.profiles.prediction import moment_text
+from mesa_tune.profiles.profile import Prediction, Profile
+from mesa_tune.profiles.tiled_step import without_slices
+from mesa_tune.profiles.timeline.distinct import Assignment
+from mesa_tune.profiles.timeline.sized_timeline import SizedSpan, SizedTimeline
+from mesa_tune.profiles.timeline.step_arrays import block_of
 from mesa_tune.units import shorten
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.profiles.verification import Verification
     from mesa_tune.search.plan import Plan
 
 NO_LAYER = "(no layer)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.prediction import UNSTEADY
+from mesa_tune.profiles.prediction import UNSTEADY
 from mesa_tune.reports.contents import RunResults
 from mesa_tune.units import format_bytes, unbroken
 

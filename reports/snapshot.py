@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, WORKING, moment_text
-from mesa_tune.profiler.memory.sized_timeline import SizedTimeline
+from mesa_tune.profiles.prediction import GRADIENTS, SAVED, WORKING, moment_text
+from mesa_tune.profiles.timeline.distinct import Assignment
+from mesa_tune.profiles.timeline.sized_timeline import SizedTimeline
 
 _BASE = 1 << 40
 KEPT = "kept from step to step"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mesa_tune.errors import BudgetError, options
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.again.traced import ROUNDS, SECONDS, SMALL, corrected
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.linear.highs import Deadline
@@ -27,7 +27,7 @@ from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import PolicyStep, PolicyTracer
+    from mesa_tune.measure.fake_steps import PolicyStep, PolicyTracer
     from mesa_tune.search.study.trial import Meter
     from mesa_tune.search.study.worker import Outcome
     from mesa_tune.workload.workload import Workload
@@ -134,7 +134,7 @@ class SolvedSearch:
         Where a step cannot be traced (`PolicyTracer`), as on a GPU, bytes stay inferred. Raise BudgetError if
         no plan was found.
         """
-        from mesa_tune.profiler.fake_steps import PolicyTracer
+        from mesa_tune.measure.fake_steps import PolicyTracer
 
         request, best, possible = self.request, self.best, self.possible
         if best is None:
@@ -208,7 +208,7 @@ class SolvedSearch:
         return plan_of(request, space, solved, outcome, work.trials, traced)
 
     def _measuring(self) -> AbstractContextManager[Meter]:
-        from mesa_tune.profiler.timing.step_meter import measuring
+        from mesa_tune.measure.timing.step_meter import measuring
 
         assert self.tracer is not None
         return measuring(self.request.profile, self.tracer)

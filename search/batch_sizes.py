@@ -9,15 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 from mesa_tune.errors import BudgetError, options
-from mesa_tune.free_memory import needed_bytes, usable_bytes
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.free_memory import is_cuda, needed_bytes, usable_bytes
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import noise_limits
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
 from mesa_tune.search.steps import lowest_peak, steps
 from mesa_tune.units import format_bytes
-from mesa_tune.workload.workload import is_cuda
 
 LimitsAt = Callable[[int], Limits]
 _MOST_SAMPLES = 1 << 24

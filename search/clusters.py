@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.memory_model import Timeline
-from mesa_tune.profiler.memory.sized_timeline import SizedTimeline
-from mesa_tune.profiler.price_table import ActiveDerivations
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.price_table import ActiveDerivations
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.distinct import Assignment
+from mesa_tune.profiles.timeline.memory_model import Timeline
+from mesa_tune.profiles.timeline.sized_timeline import SizedTimeline
 
 
 @dataclass(frozen=True)

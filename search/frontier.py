@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.rerun_modules.blocks import REFERENCE
+from mesa_tune.profiles.other_entries import REFERENCE
+from mesa_tune.profiles.profile import Prediction, Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits, noise_price
 from mesa_tune.search.problem import Limits

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from mesa_tune.errors import BudgetError, RunError, options
 from mesa_tune.policy.rules import suggestion
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.solver import UNFELT, Program, Solution

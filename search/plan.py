@@ -9,8 +9,8 @@ from typing import Any
 
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.shown import QUANTITIES, quantities_html
+from mesa_tune.profiles.profile import Prediction, Profile
+from mesa_tune.profiles.shown import QUANTITIES, quantities_html
 from mesa_tune.units import format_bytes, format_error
 
 _REMEDY = "make it again with `mesa-tune search --force`"

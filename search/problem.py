@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.errors.noise import Shares
+from mesa_tune.profiles.own_noise import Shares
 
 Floats = NDArray[np.float64]
 

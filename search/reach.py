@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits

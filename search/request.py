@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
-from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiles.profile import Prediction, Profile
+from mesa_tune.profiles.timeline.distinct import Assignment
 from mesa_tune.search.again.traced import traced_prediction
 from mesa_tune.search.clusters import producers
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, Solved, check_objective
@@ -24,7 +24,7 @@ from mesa_tune.search.space import policy_at
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import PolicyStep
+    from mesa_tune.measure.fake_steps import PolicyStep
     from mesa_tune.search.study.worker import Outcome
 
 

@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory.sized_timeline import SizedTimeline, StepBytes
-from mesa_tune.profiler.price_table import NO_DERIVATIONS, Cost
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.profiles.other_entries import ModuleEntry
+from mesa_tune.profiles.price_table import NO_DERIVATIONS, Cost
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.sized_timeline import SizedTimeline, StepBytes
 from mesa_tune.search.problem import Choice, Link, Module, Unit
 from mesa_tune.search.restrictions import Restrictions
 

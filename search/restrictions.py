@@ -12,7 +12,7 @@ from mesa_tune.errors import PolicyError
 from mesa_tune.policy.rules import SourceLine, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, LayerSettings, Value
 from mesa_tune.policy.values import read_value, split_words
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 
 Pins = Mapping[str, LayerSettings]
 """Layer name or glob -> the settings that it must have; later pins win."""

@@ -17,12 +17,12 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.errors.noise import FEW_ELEMENTS, Shares
-from mesa_tune.profiler.memory.packed_sizes import case_shares, mixed
-from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
-from mesa_tune.profiler.price_table import NO_DERIVATIONS
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import LayerEntry
+from mesa_tune.profiles.own_noise import FEW_ELEMENTS, Shares
+from mesa_tune.profiles.price_table import NO_DERIVATIONS
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.packed_sizes import case_shares, mixed
+from mesa_tune.profiles.timeline.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters, producers
 from mesa_tune.search.problem import Choice, Floats, Limits, Link, Space, Unit
 from mesa_tune.search.reruns import RerunModules

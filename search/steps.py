@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, options
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.tiled_step import other_slices
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.tiled_step import other_slices
 from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved, fastest_of_lowest, solve, to_same_result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mesa_tune.errors import BudgetError, options
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.batch_sizes import largest_batch
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.problem import Limits

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
-from mesa_tune.profiler.timing import step_time
+from mesa_tune.measure.timing import step_time
 from tests import process_group
 from tests.builders import ViT, conversion, cross_entropy, images
 

@@ -25,8 +25,9 @@ import mesa_tune as mt
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.errors.joint_error import JointError, Pair
+from mesa_tune.profiles.own_noise import Pair
 
 Value = TypeVar("Value")
 Capture = pytest.CaptureFixture[str]

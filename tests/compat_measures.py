@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.measure.memory.meter import Meter
 
 
 def saved_bytes(model: nn.Module, loss: Callable[[], Tensor], batch: Iterable[Tensor] = ()) -> int:

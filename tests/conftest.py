@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mesa_tune import cli
-from mesa_tune.profiler.timing import step_time
+from mesa_tune.measure.timing import step_time
 from tests.builders import Capture, Patch
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 from tests.step_memory import without_variants

@@ -22,7 +22,7 @@ import coverage
 
 from tests.mutants import FOLDER, ROOMS, ROOT, Recorded, paths, record
 
-LEAVING = ("mesa_tune/profiler/memory/workspaces.py",)
+LEAVING = ("mesa_tune/measure/memory/workspaces.py",)
 
 
 def arcs_of_fast_tests() -> dict[str, set[tuple[int, int]]]:

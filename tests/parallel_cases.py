@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import Meter, bytes_of, tensors_in
+from mesa_tune.measure.memory.meter import Meter, bytes_of, tensors_in
 from tests import process_group
 from tests.builders import ViT
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, measure_step
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.tracing import StepTracer
+from mesa_tune.measure.memory.meter import StepMemory, measure_second_step, measure_step
+from mesa_tune.measure.tracing import StepTracer
+from mesa_tune.profiles.entries import LayerEntry
+from mesa_tune.profiles.profile import Profile
 
 WIDTH, CLASSES, BATCH = 32, 48, 48
 SETTINGS = [mt.LayerSettings(level=256), mt.LayerSettings(level=16)]

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.errors.noise import ParameterNoise
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, Work
-from mesa_tune.profiler.memory.packed_sizes import settings_bytes
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiles.own_noise import ParameterNoise
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.memory_model import SavedSpan, SizePair, Slot, Timeline, Work
+from mesa_tune.profiles.timeline.packed_sizes import settings_bytes
 
 GRID = tuple(
     LayerSettings(level=1 << bits, group_size=group)

@@ -18,10 +18,10 @@ from transformers import BatchEncoding
 import mesa_tune as mt
 from mesa_tune import autotune
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.measure import profiling
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler import profiling
-from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.runs.folder import Origin, Run
 from mesa_tune.units import format_bytes
 from tests import process_group

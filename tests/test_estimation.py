@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError, RunError, WorkloadError
 from mesa_tune.estimation import _largest
-from mesa_tune.profiler.bytes_only import bytes_only_profile
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.tracing import StepTracer
+from mesa_tune.measure.bytes_only import bytes_only_profile
+from mesa_tune.measure.tracing import StepTracer
+from mesa_tune.profiles.profile import Profile
 from tests.builders import (
     ViT,
     bert_config,

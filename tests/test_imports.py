@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.synthetic import synthetic_profile
+
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
@@ -18,11 +20,12 @@ LEVELS = (
     ("runs",),
     ("ops", "policy"),
     ("codecs",),
+    ("profiles",),
     ("engine",),
     ("formulas",),
     ("functional", "conversion"),
     ("nn", "workload"),
-    ("profiler",),
+    ("measure",),
     ("search", "compat", "estimation"),
     ("retune", "reports", "autotune"),
     ("monitor",),
@@ -129,3 +132,32 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
         [sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["set()"] * len(LIGHT)
+
+
+MEASURING = {"conversion", "engine", "formulas", "functional", "measure", "nn"}
+MOST_TO_READ_A_PROFILE = 50
+
+
+@pytest.mark.slow("processes")
+def test_values_are_read_without_what_measures_them(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    synthetic_profile().save(path)
+    read = f"from mesa_tune.profiles.profile import Profile; Profile.load({str(path)!r})"
+    assert len(loaded(read)) <= MOST_TO_READ_A_PROFILE
+    commands = [
+        f"{command} --run {tmp_path}" for command in ("search --budget 80% --trials 0", "report", "tree")
+    ]
+    for command in (*commands, f"diff {tmp_path} {tmp_path}"):
+        call = "from mesa_tune.cli import main\ntry: main()\nexcept SystemExit as end: assert not end.code"
+        found = loaded(f"sys.argv[1:] = {command.split()}\n{call}")
+        assert "mesa_tune.profiles.profile" in found
+        assert not MEASURING & set(map(room, found)), command
+
+
+def loaded(code: str) -> list[str]:
+    """Return our modules that are loaded in a process that runs `code`."""
+    names = "print('\\n', *(name for name in sys.modules if name.startswith('mesa_tune')))"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\n{names}"], capture_output=True, text=True, check=True
+    )
+    return result.stdout.splitlines()[-1].split()

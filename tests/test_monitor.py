@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, quantize
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.profiler.errors.sampled import slice_size
+from mesa_tune.measure.errors.sampled import slice_size
 from tests.builders import BatchNormMLP, conversion, cross_entropy, known, no_trace, workload
 
 Batch = tuple[Tensor, Tensor]

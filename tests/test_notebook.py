@@ -11,7 +11,7 @@ import pytest
 from mesa_tune.notebook import note, shown, table
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.verification import Measured, Ratio, Verification
+from mesa_tune.profiles.verification import Measured, Ratio, Verification
 from mesa_tune.search import search_policy
 from mesa_tune.units import format_bytes
 from tests.synthetic import COARSE, synthetic_profile

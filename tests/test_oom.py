@@ -23,7 +23,7 @@ from mesa_tune import cli
 from mesa_tune.conversion.python_state.hooks import has_foreign_hooks
 from mesa_tune.estimation import oom
 from mesa_tune.integrations import compression
-from mesa_tune.profiler.memory.meter import measure_step
+from mesa_tune.measure.memory.meter import measure_step
 from tests.builders import Capture, Patch, gpt2, words
 from tests.commands.scripts import ROOT
 

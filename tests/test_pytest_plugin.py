@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
-from mesa_tune.profiler.saved_limit import LimitMeter
+from mesa_tune.measure.saved_limit import LimitMeter
 from tests.builders import gpt2, known, own_loss, words, workload
 
 pytest_plugins = ["pytester"]

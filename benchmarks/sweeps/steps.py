@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import mesa_tune as mt
 from mesa_tune.errors import MesaTuneError
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.measure.memory.meter import Meter
 
 FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MesaTuneError),

@@ -37,9 +37,9 @@ from benchmarks.sweeps.checks import SPREAD
 from benchmarks.sweeps.runner import BROKEN, RIGHT, SKIPPED, Case, Outcome, Sweep
 from mesa_tune import ops
 from mesa_tune.formulas import activation
-from mesa_tune.profiler.entries import REACHED_BY_NONE
-from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.measure.memory.meter import measure_step
+from mesa_tune.profiles.entries import REACHED_BY_NONE
+from mesa_tune.profiles.profile import Profile
 
 MIN_ELEMENTS = 1024
 LARGE = 16 * 1024  # bytes: storages up to this are counted apart

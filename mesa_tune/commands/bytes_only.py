@@ -24,7 +24,7 @@ from mesa_tune.errors import MesaTuneError, WorkloadError
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.workload.workload import Workload
 
 _HF = "hf:"
@@ -88,8 +88,9 @@ class Request:
 def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     """Trace the step on fake tensors, write the profile, and print its bytes."""
     from mesa_tune.estimation import parse_limit
-    from mesa_tune.profiler.bytes_only import bytes_only_profile
-    from mesa_tune.workload.workload import default_device, is_cuda
+    from mesa_tune.free_memory import is_cuda
+    from mesa_tune.measure.bytes_only import bytes_only_profile
+    from mesa_tune.workload.workload import default_device
 
     if request.fits is not None:
         parse_limit(request.fits)
@@ -130,9 +131,9 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
     from torch.utils.checkpoint import CheckpointError
 
     from mesa_tune.estimation import blocks_of, estimate
+    from mesa_tune.measure.rerun_modules.blocks import rerunning, whole
     from mesa_tune.notice import unnoticed
-    from mesa_tune.profiler.rerun_modules.blocks import rerunning, whole
-    from mesa_tune.profiler.tiled_step import SLICES, tiling
+    from mesa_tune.profiles.tiled_step import SLICES, tiling
 
     policies = _policies()
     losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
@@ -202,7 +203,7 @@ def _policies() -> dict[str, Policy]:
 def replacing_bytes(folder: Run, inputs: str) -> Origin:
     """Return `inputs` of a profile, which may replace one of bytes only or of a script: that took seconds."""
     from mesa_tune.errors import RunError
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
     try:
         known = Profile.load(folder.profile) if folder.profile.is_file() else None

@@ -27,7 +27,7 @@ from mesa_tune.units import (
 )
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.workload.workload import Workload
 
 __all__ = [

@@ -27,7 +27,7 @@ from mesa_tune.units import format_error
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
-    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.profiles.verification import Verification
 
 EXAMPLE = Path("examples") / "digits_vit.py"
 BUDGET = "40%"
@@ -104,9 +104,10 @@ def _run_command(context: typer.Context, output: Output, command: list[str], sha
 
 def _measure(output: Output, example: Path, folder: Run, *, trained: bool) -> list[dict[str, Any]]:
     """Return rows for plain, uniform and searched: memory and time of real steps, accuracy if `trained`."""
+    from mesa_tune.measure.verification import verify
     from mesa_tune.policy import Policy
-    from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.verification import Verification, verify
+    from mesa_tune.profiles.profile import Profile
+    from mesa_tune.profiles.verification import Verification
     from mesa_tune.workload.model_file import read_model_file
     from mesa_tune.workload.workload import Workload
 

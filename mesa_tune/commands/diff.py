@@ -20,7 +20,7 @@ from mesa_tune.commands.common import (
 from mesa_tune.commands.guide.state import next_step
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
 BeforeArgument = Annotated[Path, typer.Argument(metavar="before", help="A run folder, or its profile.json.")]
 AfterArgument = Annotated[Path, typer.Argument(metavar="after", help="The other one.")]
@@ -53,7 +53,7 @@ def diff(
 
 
 def _profile(path: Path) -> Profile:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
     return Profile.load(Run(path, force=False).profile if path.is_dir() else path)
 

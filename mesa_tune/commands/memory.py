@@ -10,8 +10,8 @@ from mesa_tune.errors import RunError
 from mesa_tune.units import format_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.memory.distinct import Assignment
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
+    from mesa_tune.profiles.timeline.distinct import Assignment
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from mesa_tune.commands.guide.advice import UNRECORDED, advice, find_reach, has_
 from mesa_tune.errors import RunError, WorkloadError
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.workload.workload import Workload
 
 ModelArgument = Annotated[
@@ -147,9 +147,9 @@ def _measure(
     inputs: str | None = None,
 ) -> None:
     """Measure bytes and prices, write the profile, and show it. `inputs`: default those of the workload."""
-    from mesa_tune.profiler.entries import fast_grid, full_grid
-    from mesa_tune.profiler.profiling import SEEDS
-    from mesa_tune.profiler.profiling import profile as measure
+    from mesa_tune.measure.profiling import SEEDS
+    from mesa_tune.measure.profiling import profile as measure
+    from mesa_tune.profiles.entries import fast_grid, full_grid
 
     output.device(workload.device)
     output.line(f"profiling {workload.path} at batch size {workload.batch_size}")
@@ -176,7 +176,7 @@ def _measure(
 
 def _announcing(output: Output, batches: int, options: int) -> Callable[[Profile], bool]:
     """Return what says how long the rest of a profile takes, to be called when its steps have been traced."""
-    from mesa_tune.profiler.timing.duration import announcing
+    from mesa_tune.measure.timing.duration import announcing
 
     announce = announcing(output.line, batches, options)
 
@@ -260,7 +260,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
 
 def _exact(profiled: Profile) -> list[str]:
     """Return lines on the bytes of functions that no policy changes, if there are any."""
-    from mesa_tune.profiler.entries import REACHED_BY_NONE
+    from mesa_tune.profiles.entries import REACHED_BY_NONE
 
     sizes: dict[str, int] = {}
     for entry in profiled.exact:

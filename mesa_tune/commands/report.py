@@ -90,8 +90,8 @@ def report(
 
 def load_results(folder: Run) -> tuple[RunResults, list[str]]:
     """Load the results of the run; also return notes on results left out as those of another policy."""
-    from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.profiles.profile import Profile
+    from mesa_tune.profiles.verification import Verification
     from mesa_tune.reports.contents import RunResults
     from mesa_tune.search.plan import Plan
 

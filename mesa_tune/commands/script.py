@@ -24,11 +24,11 @@ from mesa_tune.files import dump_json
 from mesa_tune.notice import say
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
 T = TypeVar("T")
 
-_WATCHER = "mesa_tune.profiler.recording.starting"
+_WATCHER = "mesa_tune.measure.recording.starting"
 _BATCHES = 32
 """A profile measures the gradient noise on so many batches, and repeats them if there are fewer."""
 _POLL_S = 0.1
@@ -57,14 +57,14 @@ def observe(
     goes to standard error. Raise RunError if it cannot be started, fails, or ends before a step was observed.
     That no step will be is said at once.
     """
-    from mesa_tune.profiler.recording.starting import RECORDED, UNRECORDED
+    from mesa_tune.measure.recording.starting import RECORDED, UNRECORDED
 
     if steps < 2:
         raise RunError(f"--steps {steps}: must be 2 or more\nthe first step shows what the script does")
 
     def result(folder: Path) -> Profile | None:
-        from mesa_tune.profiler.profile import Profile
-        from mesa_tune.profiler.recording.starting import RESULT
+        from mesa_tune.measure.recording.starting import RESULT
+        from mesa_tune.profiles.profile import Profile
 
         return Profile.load(folder / RESULT) if (folder / RESULT).exists() else None
 
@@ -89,7 +89,7 @@ def record(
     """
 
     def result(folder: Path) -> Path | None:
-        from mesa_tune.profiler.recording.starting import RECORDED
+        from mesa_tune.measure.recording.starting import RECORDED
 
         return folder if (folder / RECORDED).exists() else None
 
@@ -114,8 +114,8 @@ def _recording(script: str, steps: int | None, path: Path) -> dict[str, Any]:
 @contextmanager
 def _shared_folder(starts: str, settings: dict[str, Any]) -> Iterator[Path]:
     """Yield a folder at the front of the script's PYTHONPATH; see `bootstrap`."""
-    from mesa_tune.profiler.watching import bootstrap
-    from mesa_tune.profiler.watching.bootstrap import SETTINGS
+    from mesa_tune.measure.watching import bootstrap
+    from mesa_tune.measure.watching.bootstrap import SETTINGS
 
     with tempfile.TemporaryDirectory(prefix="mesa-tune-") as name:
         folder = Path(name)
@@ -126,7 +126,7 @@ def _shared_folder(starts: str, settings: dict[str, Any]) -> Iterator[Path]:
 
 class _Script:
     def __init__(self, folder: Path, command: list[str], quiet_stdout: bool) -> None:
-        from mesa_tune.profiler.recording.starting import ENDED, FAULT
+        from mesa_tune.measure.recording.starting import ENDED, FAULT
 
         self.folder, self.command = folder, command
         self.fault, self.ended, self.told = folder / FAULT, folder / ENDED, False

@@ -53,7 +53,7 @@ from mesa_tune.free_memory import room_text
 from mesa_tune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.search import Plan
     from mesa_tune.search.api import SolvedSearch
     from mesa_tune.search.study.study import Sharing
@@ -307,7 +307,7 @@ class _Search:
 
 
 def _profile(run: Run, path: Path | None) -> Profile:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
     if path is None:
         return Profile.load(run.require(run.profile, _PROFILE))

@@ -35,8 +35,8 @@ from mesa_tune.free_memory import MMAP_THRESHOLD
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
-    from mesa_tune.profiler.profile import Prediction, Profile
-    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.profiles.profile import Prediction, Profile
+    from mesa_tune.profiles.verification import Verification
     from mesa_tune.workload.workload import Workload
 
 PolicyOption = Annotated[
@@ -81,11 +81,11 @@ def verify(
     force: ForceOption = False,
 ) -> None:
     """Run real steps under a policy; compare with the prediction."""
+    from mesa_tune.measure.verification import most_steps
+    from mesa_tune.measure.verification import verify as measure
     from mesa_tune.policy import Policy
     from mesa_tune.policy.policy import Header
-    from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.verification import most_steps
-    from mesa_tune.profiler.verification import verify as measure
+    from mesa_tune.profiles.profile import Profile
 
     folder, output = Run(run, force=force), Output(json=as_json, quiet=quiet)
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import BudgetError, WorkloadError
-from mesa_tune.free_memory import CPU_MARGIN, CUDA_MARGIN, needed_bytes
+from mesa_tune.free_memory import CPU_MARGIN, CUDA_MARGIN, is_cuda, needed_bytes
+from mesa_tune.measure.fake_steps import FakeSteps
+from mesa_tune.measure.parallel import Parallelization, Parallelize
+from mesa_tune.measure.rerun_modules.blocks import block_levels
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.fake_steps import FakeSteps
-from mesa_tune.profiler.memory.kinds import Peak
-from mesa_tune.profiler.parallel import Parallelization, Parallelize
-from mesa_tune.profiler.rerun_modules.blocks import block_levels
+from mesa_tune.profiles.prediction import Peak
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.fake import FakeWorkload, fake_copy
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
-from mesa_tune.workload.workload import Workload, default_device, is_cuda
+from mesa_tune.workload.workload import Workload, default_device
 
 if TYPE_CHECKING:
     import pandas as pd

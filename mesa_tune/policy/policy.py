@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.notebook import note, shown, table
-from mesa_tune.policy.files import read_text, write_text
 from mesa_tune.policy.matching import Layer, Names, TaggedLayers, bound_rules, mismatches, unavailable
 from mesa_tune.policy.parser import dump_text, parse_text
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
@@ -106,6 +104,8 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> Policy:
         """Return the policy in the file `path`. Raise PolicyError as in `parse`, or if it cannot be read."""
+        from mesa_tune.policy.files import read_text
+
         return Policy.parse(read_text(Path(path)), source=str(path))
 
     def dumps(self) -> str:
@@ -118,6 +118,8 @@ class Policy:
         Raise PolicyError if it cannot be written. Without `force`, raise it too if the file exists and was
         not written by `save`, or was edited since.
         """
+        from mesa_tune.policy.files import write_text
+
         write_text(Path(path), self.dumps(), force=force)
 
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
@@ -240,6 +242,8 @@ class Policy:
         return self.check(layers, force=True, skipped=skipped)
 
     def _repr_html_(self) -> str:
+        from mesa_tune.notebook import note, shown, table
+
         rows = [[rule.tag, shorten(rule.layers_text, 60), rule.keys_text] for rule in self.rules[:_SHOWN]]
         rest = len(self.rules) - len(rows)
         lines = [line.lstrip("# ") for line in self.header.lines()]

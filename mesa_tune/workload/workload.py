@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from mesa_tune.errors import WorkloadError
+from mesa_tune.free_memory import is_cuda
 from mesa_tune.workload.batches import copied_containers, to_device
 from mesa_tune.workload.instance.given_batches import drawn
 from mesa_tune.workload.model_file import read_model_file
@@ -372,19 +373,6 @@ def _require_paths(checkpoints: Any) -> Sequence[str | Path]:
         f"CHECKPOINTS = {checkpoints!r}: must be a list of paths\n"
         'write it like ["step20.pt", "step300.pt"], or leave it out'
     )
-
-
-def is_cuda(device: str) -> bool:
-    """Return whether `device` is a CUDA device rather than the CPU; raise WorkloadError for any other one."""
-    kind, _, index = device.partition(":")
-    if kind in ("mps", "xpu"):
-        raise WorkloadError(
-            f"device {device!r}: mesa-tune measures on the CPU and on CUDA, not on {kind.upper()}\n"
-            "profile with --device cpu: saved bytes and gradient errors are about the same, times are not"
-        )
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise WorkloadError(f"device {device!r}: must be cpu, cuda or cuda:N\nchoose with --device")
-    return kind == "cuda"
 
 
 def _require_device(device: str) -> None:

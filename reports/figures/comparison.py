@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from mesa_tune.profiler.shown import TITLES, quantity_text
+from mesa_tune.profiles.shown import TITLES, quantity_text
 from mesa_tune.reports import style
 from mesa_tune.reports.style import AFTER, BEFORE, INK
 

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option
-from mesa_tune.profiler.errors.noise import FEW_SHARE, OwnNoise, Shares
-from mesa_tune.profiler.errors.recorded import Floats
-from mesa_tune.profiler.memory.packed_sizes import stored_as
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.profiles.entries import Derivation, LayerEntry, Option
+from mesa_tune.profiles.other_entries import ModuleEntry
+from mesa_tune.profiles.own_noise import FEW_SHARE, Floats, OwnNoise, Shares
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.packed_sizes import stored_as
 
 Entry = TypeVar("Entry", LayerEntry, ModuleEntry)
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mesa_tune.errors import RunError
+from mesa_tune.measure.errors.sampled import Sample
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.sampled import Sample
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.runs.folder import Run
 from mesa_tune.search.again.correction import corrected, read_over_predicted
 from mesa_tune.search.again.solving import least_budget, solved_again

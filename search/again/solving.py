@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.api import search_policy
 from mesa_tune.search.frontier import lowest
 from mesa_tune.search.objectives import noise_limits

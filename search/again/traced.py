@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from mesa_tune.profiler.prediction import Prediction
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.prediction import Prediction
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.problem import NONE, Chosen, Decision, Space
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.fake_steps import PolicyStep
+    from mesa_tune.measure.fake_steps import PolicyStep
 
 ROUNDS = 4
 """Plans that are traced at most. After half of them, the limit is lowered by the excess, too."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.problem import Chosen, Limits, Space

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import GradientError, Pair
+from mesa_tune.profiles.own_noise import GradientError, Pair
 from mesa_tune.search.objectives import to_same_result
 from mesa_tune.search.plan import Measurement, TrialEntry
 from mesa_tune.search.problem import Chosen, Limits, Space

@@ -17,12 +17,12 @@ from mesa_tune import notice
 from mesa_tune.codecs import levels
 from mesa_tune.formulas.activation import _fixed_levels, fixed_levels
 from mesa_tune.formulas.curves import CURVES, FEW_VALUED
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.ops import DTYPES
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.maps import KINDS
 from mesa_tune.ops.reference import levels as reference
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.meter import measure_step
 from tests.builders import known, policy_of, workload
 
 pytestmark = pytest.mark.usefixtures("without_variants")

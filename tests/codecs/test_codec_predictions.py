@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import mesa_tune as mt
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from tests.builders import ViT, workload
 from tests.step_memory import assigned
 

@@ -17,8 +17,8 @@ import pytest
 from torch.nn.modules import module as hooks
 
 import mesa_tune as mt
-from mesa_tune.profiler.watching import bootstrap
-from mesa_tune.profiler.watching.watcher import Watcher
+from mesa_tune.measure.watching import bootstrap
+from mesa_tune.measure.watching.watcher import Watcher
 from tests.conftest import forget_accelerators
 
 ROOT = Path(__file__).parents[2]

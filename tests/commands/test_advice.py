@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesa_tune import cli
-from mesa_tune.profiler import profiling
+from mesa_tune.measure import profiling
 from tests.builders import Capture, Patch
 from tests.synthetic import synthetic_profile
 

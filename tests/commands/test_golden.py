@@ -24,13 +24,12 @@ from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
 from mesa_tune.commands.searching import plan_text
 from mesa_tune.errors import MesaTuneError, RunError, typed_options
-from mesa_tune.profiler.entries import NO_FORMULA, ExactEntry, LayerEntry
-from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
-from mesa_tune.profiler.errors.by_group import GroupError
-from mesa_tune.profiler.memory.memory_model import Work
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timing.duration import remaining_text
-from mesa_tune.profiler.verification import Measured, Ratio, Verification
+from mesa_tune.measure.timing.duration import remaining_text
+from mesa_tune.profiles.entries import NO_FORMULA, ExactEntry, LayerEntry
+from mesa_tune.profiles.own_noise import AtCheckpoint
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.memory_model import Work
+from mesa_tune.profiles.verification import GroupError, Measured, Ratio, Verification
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.model_file import file_fingerprint
 from tests.builders import Patch

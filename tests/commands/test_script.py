@@ -15,7 +15,7 @@ import mesa_tune as mt
 from mesa_tune import cli
 from mesa_tune.commands import profile as profiling
 from mesa_tune.commands import script as running
-from mesa_tune.profiler.watching import bootstrap
+from mesa_tune.measure.watching import bootstrap
 from tests.builders import Capture, Patch
 from tests.commands.scripts import (
     BERT,
@@ -190,7 +190,7 @@ def test_the_watcher_waits_for_torch(folder: Path, monkeypatch: Patch) -> None:
 
 @here
 def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: Capture) -> None:
-    name = "'mesa_tune.profiler.recording.starting'"
+    name = "'mesa_tune.measure.recording.starting'"
     hidden = f"kept, sys.modules[{name}] = sys.modules[{name}], None\nnet(**batch(8))\n"
     (folder / "train.py").write_text(f"{START}{hidden}sys.modules[{name}] = kept\n")
     assert cli.run(["profile", "--", *SELF]) == 1

@@ -15,7 +15,7 @@ from mesa_tune.commands.searching.options import MAX_NOISE_RATIO
 from mesa_tune.free_memory import free_memory, room_text
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import Plan, objectives
 from mesa_tune.units import format_bytes
 from mesa_tune.workload.workload import Workload
@@ -261,7 +261,7 @@ def test_out_of_memory_says_what_to_do(monkeypatch: Patch, capsys: Capture) -> N
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", fail)
+    monkeypatch.setattr("mesa_tune.measure.errors.joint_error.JointError.errors", fail)
     assert_refused(["--budget", BUDGET, "--trials", "2"], capsys, ["out of memory", "--batch-size 512"])
 
 
@@ -354,7 +354,7 @@ def test_ctrl_c_writes_the_solved_plan(monkeypatch: Patch, capsys: Capture) -> N
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", interrupted)
+        patched.setattr("mesa_tune.measure.errors.joint_error.JointError.errors", interrupted)
         assert search("--budget", BUDGET, "--trials", "2") == 130
     out = capsys.readouterr().out
     assert "wrote mesa-run/policy.txt as solved; the same command continues the study" in out

@@ -20,7 +20,7 @@ from mesa_tune import notice
 from mesa_tune.compat import actnn
 from tests.builders import descend, known
 from tests.compat_measures import error, gradient, saved_bytes
-from tests.profiler import models
+from tests.measure import models
 
 Batch = tuple[Tensor, Tensor]
 

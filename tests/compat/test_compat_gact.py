@@ -18,7 +18,7 @@ from mesa_tune.compat import gact
 from mesa_tune.compat.gact.controller import Controller
 from mesa_tune.compat.gact.sensitivity import Estimate, perturbed
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.profiler.memory.trace import observing
+from mesa_tune.measure.memory.trace import observing
 from tests.builders import Checkpointed, no_trace
 from tests.compat_measures import error, gradient, saved_bytes
 from tests.step_memory import Composed

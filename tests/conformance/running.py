@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
+from mesa_tune.measure.memory.meter import Meter
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import conversion
 from tests.conformance.cases import Case, SelfAttention
 from tests.step_memory import Composed

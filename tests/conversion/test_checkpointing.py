@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mesa_tune as mt
+from mesa_tune.measure.memory.meter import StepMemory, measure_step
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from tests.builders import Block, encodings, known, llama, own_loss, t5_config, words, workload
 from tests.compat_measures import error
 from tests.step_memory import Composed, swept, without_variants

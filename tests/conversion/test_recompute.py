@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.measure.memory.meter import Meter
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import Calling, Checkpointed, encodings, gradients, policy_of
 from tests.step_memory import Composed
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.conversion.sliced import has_slices
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.memory.meter import measure_step
 from tests.builders import Calling, bert_config, gpt2_config, llama_config, t5_config
 from tests.step_memory import Composed
 

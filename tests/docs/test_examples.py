@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mesa_tune import Policy, cli
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS
 from mesa_tune.formulas.table import ROUTES
+from mesa_tune.measure.memory.meter import Meter
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import STORES
-from mesa_tune.profiler.memory.meter import Meter
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 

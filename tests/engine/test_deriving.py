@@ -14,8 +14,8 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.engine.formula import Ingredients
 from mesa_tune.formulas import relu
+from mesa_tune.measure.memory.meter import Meter
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import conversion
 from tests.compat_measures import error
 from tests.step_memory import Composed

@@ -17,8 +17,8 @@ import mesa_tune.nn as mesa_nn
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.engine import registry
+from mesa_tune.measure.memory.meter import Meter
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import Block, gradients, known
 from tests.conformance.running import relative_error, saved_bytes
 from tests.step_memory import Composed

@@ -14,8 +14,8 @@ import mesa_tune as mt
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call
 from mesa_tune.formulas.norms.composed import aligned, is_repeated
+from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import JointError
 from tests.builders import mean_error, workload
 from tests.conformance.running import relative_error, step
 from tests.functional_cases import EIGHT, Bare

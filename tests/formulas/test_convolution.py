@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.measure.memory.meter import Meter
 
 CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "3 x 3": (nn.Conv2d(16, 32, 3, padding=1), (8, 16, 16, 16)),

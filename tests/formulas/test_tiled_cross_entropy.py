@@ -19,7 +19,7 @@ from mesa_tune import notice
 from mesa_tune.conversion import model as conversion_model
 from mesa_tune.errors import RunError
 from mesa_tune.formulas.tiled_cross_entropy import TILED_CROSS_ENTROPY, _in_slices
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.measure.memory.meter import Meter
 from tests.conformance.running import gradients
 
 CLASSES, WIDTH, BATCH, LENGTH = 512, 32, 4, 48

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import mesa_tune as mt
 from mesa_tune import autotune, monitor, retune
-from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
+from mesa_tune.measure.memory.meter import Meter, gradients_of, tensors_in
 from mesa_tune.search.again import replan
 from tests.conftest import forget_accelerators
 

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from mesa_tune.cli import run
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.reports.contents import RunResults, make_figures, make_frames
 from mesa_tune.reports.html import render
 from mesa_tune.reports.page import svg

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiles.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, style
 from mesa_tune.reports.page import inline_svg, png, svg
 from mesa_tune.search.plan import Baseline, Plan, TrialEntry

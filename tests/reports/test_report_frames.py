@@ -11,12 +11,12 @@ import pytest
 import mesa_tune as mt
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.profile import Prediction
-from mesa_tune.profiler.verification import Measured, Ratio, Verification
+from mesa_tune.profiles.profile import Prediction
+from mesa_tune.profiles.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
 from mesa_tune.search.plan import Baseline, Plan, TrialEntry
 from tests.builders import known
-from tests.profiler.models import language_profile
+from tests.measure.models import language_profile
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = synthetic_profile(3, grid=COARSE)

@@ -13,8 +13,8 @@ import pytest
 
 from mesa_tune.cli import run
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.verification import Measured, Ratio, Verification
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.verification import Measured, Ratio, Verification
 from mesa_tune.reports.contents import RunResults, make_frames
 from mesa_tune.reports.sentence import sentence
 from mesa_tune.runs.folder import Run

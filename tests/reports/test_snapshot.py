@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz
 from mesa_tune import cli
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.reports.frames import sized_step
 from mesa_tune.reports.snapshot import snapshot
 from mesa_tune.search import search_policy

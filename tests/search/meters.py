@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import GradientError, Pair
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.own_noise import GradientError, Pair
+from mesa_tune.profiles.profile import Profile
 
 NOISE = 0.5
 """Of the batches, over their squared gradient: that of `noisy`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import search_policy, steps
 from mesa_tune.search.again.correction import with_floor
 from tests.builders import known

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import notice
-from mesa_tune.profiler.errors.noise import OwnNoise, ParameterNoise
-from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
+from mesa_tune.measure.memory.meter import Meter, gradients_of, tensors_in
+from mesa_tune.profiles.own_noise import OwnNoise, ParameterNoise
 from mesa_tune.search.again.correction import corrected, read_over_predicted
 from mesa_tune.search.again.replan import Replan
 from tests.builders import ViT, conversion, cross_entropy, images, known, workload

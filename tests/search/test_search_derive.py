@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 import mesa_tune as mt
+from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.errors.joint_error import GradientError, JointError, Pair
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.own_noise import GradientError, Pair
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import search_policy
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.builders import conversion, known
-from tests.profiler.models import DIGITS, workload_of
+from tests.measure.models import DIGITS, workload_of
 from tests.search.meters import Weighted
 from tests.search.random_spaces import consistent
 from tests.synthetic import COARSE, DERIVING, NORM, deriving, synthetic_profile

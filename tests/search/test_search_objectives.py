@@ -16,9 +16,9 @@ from mesa_tune.errors import BudgetError, PolicyError, RunError
 from mesa_tune.free_memory import needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.prediction import Prediction
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import LayerEntry
+from mesa_tune.profiles.prediction import Prediction
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import Plan, objectives, search_policy
 from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.objectives import MAX_NOISE_RATIO

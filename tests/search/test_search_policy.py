@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.workload import Workload
 from tests.builders import cross_entropy, known

@@ -11,7 +11,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
-from mesa_tune.profiler.memory.meter import measure_step
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.search.problem import NONE, Space
 from mesa_tune.search.space import make_space
 from tests.builders import gpt2, own_loss, words, workload

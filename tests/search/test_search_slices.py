@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import Option
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.entries import Option
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import objectives, search_policy
 from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.batch_sizes import most_samples
@@ -21,7 +21,7 @@ from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import UNFELT, Program
 from mesa_tune.search.steps import solved_best, steps
 from tests.builders import known, language_workload
-from tests.profiler.models import language_profile
+from tests.measure.models import language_profile
 
 LOSS = "loss.cross_entropy.0"
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]

@@ -13,8 +13,8 @@ import scipy.optimize
 
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory.memory_model import SavedSpan
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
+from mesa_tune.profiles.timeline.memory_model import SavedSpan
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.builders import known

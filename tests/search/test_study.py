@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 import pytest
 
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import Plan, objectives, search_policy
 from mesa_tune.search.again.correction import with_floor
 from mesa_tune.search.space import make_space
@@ -191,7 +191,7 @@ def test_groups_of_like_layers_are_few() -> None:
 
 
 def test_gains_are_paired() -> None:
-    from mesa_tune.profiler.errors.joint_error import GradientError
+    from mesa_tune.profiles.own_noise import GradientError
 
     errors, solved = ([GradientError(x, 2 * x) for x in xs] for xs in ((1.0, 2.0, 3.0), (1.25, 2.25, 3.25)))
     found = measurement(errors, solved)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
-from mesa_tune.profiler.fake_steps import PolicyTracer
-from mesa_tune.profiler.memory.memory_model import Slot, Timeline
+from mesa_tune.measure.fake_steps import PolicyTracer
+from mesa_tune.profiles.timeline.memory_model import Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.again import traced
 from tests.builders import language_workload, next_word, workload

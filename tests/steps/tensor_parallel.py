@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.measure.memory.meter import Meter
 from tests import process_group
 from tests.process_group import WORLD
 

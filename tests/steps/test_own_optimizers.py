@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.integrations.compression import Compression, Training
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiles.profile import Profile
 from tests.builders import known
 
 OPTIONS = [mt.LayerSettings(level=16), mt.LayerSettings()]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.conversion.conversion import MISSING_AFTER
-from mesa_tune.profiler.draws import longest_batch, look
-from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.measure.draws import longest_batch, look
+from mesa_tune.measure.fake_steps import PolicyTracer
 from tests.builders import known, workload
 
 WIDTH, BLOCKS = 32, 3

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.fake_steps import PolicyTracer
+from mesa_tune.measure.fake_steps import PolicyTracer
 from tests.builders import known, policy_of
 from tests.conformance.running import relative_error
 from tests.steps.cases import STEPS

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mesa_tune.profiler.saved_limit import LimitMeter
+from mesa_tune.measure.saved_limit import LimitMeter
 from mesa_tune.workload.checkpoints import with_checkpoints
 from tests.builders import gpt2
 from tests.step_memory import Composed

@@ -10,7 +10,7 @@ from torch import nn
 
 from mesa_tune.commands.common import Run, load_workload
 from mesa_tune.errors import RunError
-from mesa_tune.profiler.profiling import profile
+from mesa_tune.measure.profiling import profile
 from mesa_tune.workload.local_modules import find_local_modules
 from mesa_tune.workload.workload import Workload
 

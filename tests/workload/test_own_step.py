@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mesa_tune as mt
+from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from tests.builders import known, mean_error, no_trace
 from tests.step_memory import Composed, second_step, swept, without_variants

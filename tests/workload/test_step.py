@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.memory.meter import measure_step
+from mesa_tune.measure.errors.joint_error import JointError
+from mesa_tune.measure.memory.meter import measure_step
 from mesa_tune.workload.step import LossStepper, TrainingStep
 from tests.builders import known, mean_error, workload
 

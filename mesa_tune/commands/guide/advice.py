@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mesa_tune.commands.common import Run, below, format_bytes, wrapped
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.search.reach import Reach
 
 _DIFFERENCE = 0.02
@@ -78,7 +78,7 @@ def _share(peak: int, reach: Reach) -> str:
 
 def _not_worth_it(profile: Profile) -> str:
     """Return that no policy lowers the peak, and why."""
-    from mesa_tune.profiler.memory.kinds import SAVED
+    from mesa_tune.profiles.prediction import SAVED
     from mesa_tune.search.reach import WORTH
 
     peak = profile.timeline.at().under({}).peak

@@ -11,7 +11,7 @@ from mesa_tune.commands.guide.advice import UNRECORDED, find_reach, has_prices, 
 from mesa_tune.errors import MesaTuneError
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.search.plan import Plan
 
 _MODEL = Path("model.py")
@@ -34,7 +34,7 @@ def state_of(run: Run) -> State:
     """Return the state of the run folder. A damaged file counts as missing."""
     if not run.profile.is_file():
         return _without_profile(run)
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
 
     try:
         profile = Profile.load(run.profile)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mesa_tune.commands.common import Run, below, format_bytes, format_table, format_time, wrapped
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.search import Plan
 
 
@@ -115,7 +115,7 @@ def _errors(plan: Plan) -> list[str]:
 
 
 def _step(plan: Plan, profile: Profile) -> list[str]:
-    from mesa_tune.profiler.prediction import UNSTEADY
+    from mesa_tune.profiles.prediction import UNSTEADY
     from mesa_tune.search.objectives import to_same_result
 
     if plan.predicted.step_ms is None or not profile.step_ms:

@@ -124,9 +124,9 @@ def join(
     """Work on the study until it has its length, and return what was done."""
     import torch
 
-    from mesa_tune.profiler.fake_steps import PolicyTracer
-    from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.timing.step_meter import StepMeter, measuring
+    from mesa_tune.measure.fake_steps import PolicyTracer
+    from mesa_tune.measure.timing.step_meter import StepMeter, measuring
+    from mesa_tune.profiles.profile import Profile
     from mesa_tune.search.study.study import Work, join_search
 
     torch.set_num_threads(job.threads)

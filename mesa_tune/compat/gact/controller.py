@@ -26,11 +26,11 @@ from mesa_tune.conversion.model import ConvertedForward, conversion_of
 from mesa_tune.conversion.wrapping import ReplacementForward
 from mesa_tune.engine.routing import inside_backward, state, top_hooks
 from mesa_tune.formulas.table import own_route
+from mesa_tune.measure.memory.trace import observing
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import Rule
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.workload.preserve import preserved_random_states
 
 MAX_BITS = 8

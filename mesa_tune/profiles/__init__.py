@@ -1,0 +1,1 @@
+"""Values only: a profile, what it predicts, and their JSON. Nothing here measures."""

@@ -1,0 +1,1 @@
+"""The bytes of a step, moment by moment, under any policy."""
