@@ -95,7 +95,7 @@ def run(name: str, setting: Setting) -> dict[str, Any]:
 def code() -> str:
     """Return a hash of the sources that the results depend on."""
     return code_of(
-        ("ops", "codecs", "engine", "formulas", "conversion", "workload", "profiler"),
+        ("ops", "codecs", "engine", "formulas", "conversion", "workload", "profiles", "measure"),
         Path(__file__).with_name("gpu_units.py"),
     )
 

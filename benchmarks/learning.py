@@ -39,7 +39,18 @@ import mesa_tune as mt
 from mesa_tune.measure.errors.joint_error import JointError
 from mesa_tune.measure.errors.unseen import BATCHES, UNUSED_DRAWS
 
-FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
+FOLDERS = (
+    "ops",
+    "policy",
+    "codecs",
+    "engine",
+    "formulas",
+    "conversion",
+    "workload",
+    "profiles",
+    "measure",
+    "search",
+)
 ALL = {**TASKS, "resnet": RESNET, "lora": LORA}
 SOURCES = {"resnet": ("learning_resnet.py",), "lora": ("learning_lora.py",)}
 """Files of tasks, besides that of all."""

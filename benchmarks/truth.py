@@ -224,7 +224,17 @@ def _static(training: Training) -> int:
 
 def code() -> str:
     """Return a hash of the sources that predictions and steps depend on."""
-    folders = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler")
+    folders = (
+        "ops",
+        "policy",
+        "codecs",
+        "engine",
+        "formulas",
+        "conversion",
+        "workload",
+        "profiles",
+        "measure",
+    )
     return code_of(folders, Path(__file__))
 
 

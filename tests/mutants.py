@@ -47,7 +47,8 @@ ROOMS = {
     "conversion": ["mesa_tune/conversion/**/*.py"],
     "ops": ["mesa_tune/ops/**/*.py"],
     "workload": ["mesa_tune/workload/**/*.py"],
-    "profiler": [
+    "measure": [
+        "mesa_tune/profiles/**/*.py",
         "mesa_tune/measure/*.py",
         *(f"mesa_tune/measure/{n}/*.py" for n in ("timing", "watching")),
     ],

@@ -1,6 +1,6 @@
 """`Formula`: PyTorch's own forward of a function, and a backward from saved tensors.
 
-The two halves are plain functions without side effects, so that training (`function.py`) and the profiler,
+The two halves are plain functions without side effects, so that training (`function.py`) and a profile,
 which runs a backward again with differently stored tensors, use the same formula.
 """
 
@@ -87,7 +87,7 @@ class Formula:
     """One function, `name`: `forward(static, needs, *tensors)` and `backward(saved, grad)`.
 
     `saves` says in words what is saved. `independent`: positions of inputs whose gradient does not involve
-    the lossy tensors as long as the other inputs are parameters (a linear layer's input); the profiler skips
+    the lossy tensors as long as the other inputs are parameters (a linear layer's input); a profile skips
     these. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
     `row_axis`: the axis, from the end, along which the elements of a row of every lossy tensor lie, if each
     gradient is linear in one of them (the setting `rows`); None: no rows are left out. `codebook(static,
