@@ -37,6 +37,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     assert set(document["parameters"][0]) == {"name", "elements", "noise"}
     assert set(document["tensors"][0]) == {"id", "owner", "layers", "shape", "dtype", "bytes"}
     layer = "name tag index module shape dtype bytes own_bytes shared_with options call_ms shares"
+    layer += " share stored_like"
     assert set(document["layers"][0]) == set(layer.split())
     option = "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms"
     others = {"decode_ms", "noise_ratio", "ratios", "bias", "screened"}

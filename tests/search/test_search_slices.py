@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune.profiles.entries import Option
+from mesa_tune.profiles.other_entries import ModuleEntry
 from mesa_tune.profiles.profile import Profile
 from mesa_tune.search import objectives, search_policy
 from mesa_tune.search.again.correction import with_floor
@@ -42,8 +44,16 @@ def steady(profile: Profile) -> Profile:
     layers = [
         replace(layer, call_ms=0.02, options=tuple(map(timed, layer.options))) for layer in profile.layers
     ]
-    tiled = None if profile.tiled is None else replace(profile.tiled, added_ms=0.8)
-    return replace(profile, layers=tuple(layers), tiled=tiled, step_ms=20.0, routing_ms=0.5, overlap_ms=0.1)
+
+    def again(modules: Iterable[ModuleEntry]) -> tuple[ModuleEntry, ...]:
+        each = (replace(module, options=tuple(map(timed, module.options))) for module in modules)
+        return tuple([replace(module, rerun_ms=1.0) for module in each])
+
+    tiled = profile.tiled
+    if tiled is not None:
+        tiled = replace(tiled, added_ms=0.8, modules=again(tiled.modules))
+    parts: dict[str, Any] = {"layers": tuple(layers), "modules": again(profile.modules), "tiled": tiled}
+    return replace(profile, **parts, step_ms=20.0, routing_ms=0.5, overlap_ms=0.1)
 
 
 def slices(policy: mt.Policy) -> int:
