@@ -73,7 +73,8 @@ def search_policy(
     the noise ratio where the solution is not. If the plain step fits the budget, the policy is exact.
 
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 10,
-    0 for no study) and `timeout` (default 30 seconds) limit the study; either alone removes the other limit.
+    0 for no study) and `timeout` (default 30 seconds from the call on) limit the study; either alone removes
+    the other limit.
     `batch_size`: the size to plan for, default the profiled one. `max_batch`: plan for the largest size whose
     step fits the budget, within the noise ratio where one can be; bytes are then real memory, with a margin
     for what predictions miss, and a percentage is of the profiled step. `max_saved`: limit on saved bytes.
@@ -91,6 +92,7 @@ def search_policy(
             that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
+    work = Work(storage, trials, timeout, progress, sharing)
     check_length(trials, timeout)
     solved = solve(
         profile,
@@ -110,7 +112,7 @@ def search_policy(
         solved = solved.traced(workload)
     if trials == 0:
         return solved.plan
-    return solved.studied(Work(storage, trials, timeout, progress, sharing), measure)
+    return solved.studied(work, measure)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -180,6 +182,7 @@ def search(
     own plan-BUDGET.json and policy-BUDGET.txt. Several processes and machines can search together:
     docs/fleet.md.
     """
+    end = math.inf if timeout is None else time.monotonic() + timeout
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
     storage = storage_of(run, storage, workers)
     if join is not None:
@@ -231,12 +234,15 @@ def search(
         output.line(note)
     job = Job(storage or "", run.folder, run.profile, trials, timeout, threads_each(workers))
     study = cache(partial(_study, run, profile, storage))
-    command = _Command(run, profile, workload, study, _sharing(job, workers, output), output)
+    command = _Command(run, profile, workload, study, _sharing(job, workers, output), output, end)
     _report(_finished(searches, command), command)
 
 
 class _Command(NamedTuple):
-    """What the searches of a command share; `study`: makes the storage of their studies ready."""
+    """What the searches of a command share; `study`: makes the storage of their studies ready.
+
+    `end`: when the time of all of them is up, by `time.monotonic`.
+    """
 
     run: Run
     profile: Profile
@@ -244,13 +250,14 @@ class _Command(NamedTuple):
     study: Callable[[], str | Path]
     sharing: Sharing | None
     output: Output
+    end: float
 
 
 def _finished(searches: Sequence[_Search], command: _Command) -> list[Plan]:
     """Finish the searches. After Ctrl-C write what is solved, then raise KeyboardInterrupt."""
     try:
         with interruptible():
-            return [each.finish(command) for each in searches]
+            return [each.finish(command, len(searches) - done) for done, each in enumerate(searches)]
     except KeyboardInterrupt:
         for each in searches:
             each.save_solved(command.run, command.output)
@@ -283,9 +290,15 @@ class _Search:
         for path in (self.files.plan, self.files.policy):
             run.check(path, self.origin)
 
-    def finish(self, command: _Command) -> Plan:
-        """Study plans around the solved one, if there is a workload; write the files, return the plan."""
+    def finish(self, command: _Command, left: int) -> Plan:
+        """Study plans around the solved one, if there is a workload; write the files, return the plan.
+
+        So many searches share the time that is left.
+        """
         if command.workload is not None and self.plan.predicted.gradient_error:
+            if self.arguments.timeout is not None:
+                seconds = max(0.0, command.end - time.monotonic()) / left
+                self.arguments = replace(self.arguments, timeout=seconds)
             text = f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}"
             command.output.line(text)
             self.plan = _studied(self.solved, command.workload, self.arguments, command)
@@ -329,8 +342,8 @@ def _limits(arguments: _Arguments) -> str:
         return f"up to {TRIALS} in {TIMEOUT:.0f} s"
     if arguments.timeout is None:
         return f"{arguments.trials}"
-    time = f"{arguments.timeout:g} s"
-    return f"for {time}" if arguments.trials is None else f"up to {arguments.trials} in {time}"
+    seconds = f"{arguments.timeout:.3g} s"
+    return f"for {seconds}" if arguments.trials is None else f"up to {arguments.trials} in {seconds}"
 
 
 def _studied(solved: SolvedSearch, workload: Workload, arguments: _Arguments, command: _Command) -> Plan:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from mesa_tune.search.study.address import Address
 from mesa_tune.search.study.knobs import Knobs
 from mesa_tune.search.study.storage import NAME, joined_study, opened_study, require_shared
 from mesa_tune.search.study.trial import Goal, Meter
-from mesa_tune.search.study.worker import Outcome, Worker, end_of, has_plan
+from mesa_tune.search.study.worker import Outcome, Worker, has_plan
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
@@ -82,13 +83,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Work:
-    """How a study is worked on: where it is stored, for how long, with whom."""
+    """How a study is worked on: where it is stored, for how long from when it `began`, with whom."""
 
     storage: str | Path | None
     trials: int | None
     timeout: float | None
     progress: Callable[[str], None] | None = None
     sharing: Sharing | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def end(self) -> float:
+        """When the time is up, by `time.monotonic`."""
+        return math.inf if self.timeout is None else self.began + self.timeout
 
 
 class Joined(NamedTuple):
@@ -113,7 +120,7 @@ def improved(
     `identity`: equal for equal tasks. After Ctrl-C the same call continues the study. Raise RunError for a
     storage that cannot be used.
     """
-    address, end = Address.of(work.storage), end_of(work.timeout)
+    address, end = Address.of(work.storage), work.end
     if work.sharing is not None:
         require_shared(address)
     attributes = {
@@ -151,11 +158,11 @@ def join_search(profile: Profile, study: str, work: Work, measure: Callable[[int
     with joined_study(address, study) as joined:
         task, program = _task_of(joined, profile, address)
         worker = _worker(joined, task, profile, program, measure(task.batch_size), None)
-        trials, timeout = work.trials, work.timeout
-        if trials is None and timeout is None:
-            trials, timeout = joined.user_attrs.get("trials"), joined.user_attrs.get("timeout")
+        if work.trials is None and work.timeout is None:
+            limits = {name: joined.user_attrs.get(name) for name in ("trials", "timeout")}
+            work = replace(work, **limits, began=time.monotonic())
         with work.sharing(joined.study_name) if work.sharing else nullcontext():
-            worker.run(trials, end_of(timeout), work.progress)
+            worker.run(work.trials, work.end, work.progress)
         return Joined(joined.study_name, len(worker.plans()), worker.own)
 
 

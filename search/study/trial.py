@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ FULL: tuple[Pair, ...] = tuple((draw, 0) for draw in range(8))
 SCREEN = FULL[:4]
 ROUNDS = 6
 """Rounds of timed steps in a trial: a plain one and one under the plan, in turn."""
+_TIMED_AS_PAIRS = 8
+"""They take about as long as the errors at so many pairs, of an exact and a compressed gradient."""
 _FIRST_FRESH = 1_000_000
 
 
@@ -160,11 +163,22 @@ class Goal:
         limit = 0.0 if self.objective == "error" else self.limits.noise if self.is_known else None
         return limit is None or statistics.fmean(ratios) - standard_error(ratios) <= limit
 
-    def measured(self, chosen: Chosen, policy: Policy, meter: Meter, best: Measured | None) -> Measured:
-        """Measure a plan as far as it may be better than `best`; without it, whole."""
-        errors = meter.errors(policy, SCREEN)
-        if best is None or self.may_win(errors, best):
-            errors = [*errors, *meter.errors(policy, FULL[len(SCREEN) :])]
+    def measured(
+        self, chosen: Chosen, policy: Policy, meter: Meter, best: Measured | None, end: float = math.inf
+    ) -> Measured | None:
+        """Measure a plan as far as it may be better than `best`; without it, whole.
+
+        Return None as soon as the steps taken show that it takes longer than until `end`.
+        """
+        began, errors = time.monotonic(), list[GradientError]()
+        for pair in FULL:
+            errors += meter.errors(policy, [pair])
+            now = time.monotonic()
+            left = len(FULL) - len(errors) + (_TIMED_AS_PAIRS if self.is_timed else 0)
+            if now + left * (now - began) / len(errors) > end:
+                return None
+            if len(errors) == len(SCREEN) and best is not None and not self.may_win(errors, best):
+                break
         plan = Measured(chosen, tuple(errors))
         if not self.is_timed or not plan.is_whole:
             return plan

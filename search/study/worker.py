@@ -57,11 +57,6 @@ class Outcome:
     ended: str = ""
 
 
-def end_of(timeout: float | None) -> float:
-    """Return the time (`time.monotonic`) after so many seconds."""
-    return math.inf if timeout is None else time.monotonic() + timeout
-
-
 class Worker:
     """Runs trials of `study` around the plan `solved`.
 
@@ -86,7 +81,7 @@ class Worker:
         self.study, self.goal, self.knobs, self.solved = study, goal, knobs, solved
         self.policy_of, self.meter = policy_of, meter
         self.longest = _STEPS * step
-        self.own, self.ended = 0, ""
+        self.own, self.ended, self.end = 0, "", math.inf
         mixed = None if seed is None else seed + len(study.get_trials(deepcopy=False))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
@@ -95,6 +90,7 @@ class Worker:
 
     def measure_solved(self, end: float) -> None:
         """Measure the exact solution, unless that is done or takes longer than until `end`."""
+        self.end = end
         if not self.plans() and time.monotonic() + self.longest <= end:
             if not any(trial.state.name == "WAITING" for trial in self.study.get_trials(deepcopy=False)):
                 self.study.enqueue_trial(self.knobs.neutral, user_attrs={"given": "solved"})
@@ -106,6 +102,8 @@ class Worker:
         Raise as the storage and the measurements do.
         """
 
+        self.end = end
+
         def is_over() -> bool:
             plans = self.plans()
             if progress and plans:
@@ -113,7 +111,7 @@ class Worker:
                 progress(f"trial {len(plans)}{total}: {self._status(plans)}")
             if trials is not None and len(plans) >= trials:
                 return True
-            self.ended = self._ended(plans, end)
+            self.ended = self._ended(plans)
             return bool(self.ended)
 
         if not is_over():
@@ -217,12 +215,13 @@ class Worker:
         raise TrialPruned
 
     def _measured(self, chosen: Chosen, plans: Sequence[Measured]) -> Measured | None:
-        """Measure a plan that none of `plans` is; None where its traced step takes more than the limit."""
+        """Measure a plan that none of `plans` is; None if its traced step takes too much, or time was up."""
         began, policy = time.monotonic(), self.policy_of(chosen)
         if chosen != self.solved and not self.goal.fits(policy, self.meter):
             return None
-        plan = self.goal.measured(chosen, policy, self.meter, self.best(plans) if plans else None)
-        self.longest = time.monotonic() - began
+        best = self.best(plans) if plans else None
+        plan = self.goal.measured(chosen, policy, self.meter, best, self.end)
+        self.longest = math.inf if plan is None else time.monotonic() - began
         return plan
 
     def _correct(self, params: dict[str, Any], plan: Measured) -> None:
@@ -232,13 +231,13 @@ class Worker:
         if moved and done <= _CORRECTIONS:
             self.study.enqueue_trial(moved, user_attrs={"given": "corrected"})
 
-    def _ended(self, plans: Sequence[Measured], end: float) -> str:
+    def _ended(self, plans: Sequence[Measured]) -> str:
         """Return why there is nothing more to win, or no time to win and confirm it; empty if there is."""
         if not plans:
             return _NO_TIME
         best = self.best(plans)
         more = 1 if best.chosen == self.solved else 3
-        if time.monotonic() + more * self.longest > end:
+        if time.monotonic() + more * self.longest > self.end:
             return _NO_TIME
         if self.goal.objective == "time" and self.goal.is_within(best):
             error = standard_error(best.paces)

@@ -26,7 +26,7 @@ class Weighted:
     """A joint error in which some tags count otherwise than alone, and steps in which some take longer.
 
     `joint`: the joint error over the sum of single ones; `noise`, `chance`: how much an error and a time
-    vary, which pair and plan decide; `seconds`: what a call takes.
+    vary, which pair and plan decide; `seconds`: what the errors at four pairs take.
     """
 
     profile: Profile
@@ -40,7 +40,7 @@ class Weighted:
     calls: int = 0
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * len(pairs) / 4)
         self.asked += pairs
         error = self.joint * self.error(policy)
         varied = [error * (1 + self.noise * _chance(policy, *pair)) for pair in pairs]
@@ -82,17 +82,18 @@ class Weighted:
 
 @dataclass
 class Stopped(Weighted):
-    """Raises KeyboardInterrupt at its call number `call`, or kills its own process as `kill -9` does."""
+    """Raises KeyboardInterrupt at its error number `pair`, or kills its own process as `kill -9` does."""
 
-    call: int = 1
+    pair: int = 1
     kills: bool = False
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[GradientError]:
-        self.call -= 1
-        if not self.call and self.kills:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if not self.call:
-            raise KeyboardInterrupt
+        for _ in pairs:
+            self.pair -= 1
+            if not self.pair and self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not self.pair:
+                raise KeyboardInterrupt
         return super().errors(policy, pairs)
 
 

@@ -142,6 +142,13 @@ def test_without_time_for_a_trial_nothing_is_measured(profile: Profile) -> None:
     assert plan.policy == search_policy(profile, BUDGET).policy
 
 
+def test_a_trial_stops_where_its_first_steps_take_longer_than_the_profile_says(profile: Profile) -> None:
+    meter = Weighted(profile, seconds=3.2)  # as beside other work on the machine
+    plan = search(profile, meter, None, timeout=2.0)
+    assert (plan.trials, plan.measured, meter.asked, meter.calls) == (0, None, [FULL[0]], 0)
+    assert plan.won == "not measured: no trial fits into the time; give timeout= more seconds"
+
+
 def test_what_confirms_was_never_used_before(profile: Profile) -> None:
     meter = Weighted(profile, ERRING)
     assert search(profile, meter, 25).is_from_study
@@ -153,7 +160,7 @@ def test_what_confirms_was_never_used_before(profile: Profile) -> None:
 def test_a_stopped_study_goes_on(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "study.db"
     with pytest.raises(KeyboardInterrupt):
-        search(profile, Stopped(profile, ERRING, call=6), 25, storage=path)
+        search(profile, Stopped(profile, ERRING, pair=21), 25, storage=path)
     done = [trial for trial in stored(path) if trial.state.is_finished() and "errors" in trial.user_attrs]
     assert len(done) >= 2
     again = Weighted(profile, ERRING)

@@ -69,7 +69,7 @@ def test_a_killed_workers_trial_is_another_workers(url: str) -> None:
     count = 14
     begun = child(plan, count, url, Weighted(PROFILE, WEIGHTS, seconds=0.1))
     wait_for(lambda: done(_stored(url)))
-    killed = child(join, url, Stopped(PROFILE, WEIGHTS, call=1, kills=True))
+    killed = child(join, url, Stopped(PROFILE, WEIGHTS, pair=1, kills=True))
     joined = child(join, url, Weighted(PROFILE, WEIGHTS, seconds=0.1))
     assert ended(killed) == -signal.SIGKILL
     assert (ended(begun), ended(joined)) == (0, 0)
@@ -84,7 +84,7 @@ def test_a_lost_trial_is_enqueued_again_when_another_starts(
 ) -> None:
     monkeypatch.setattr(storage, "_BEAT", 1)
     monkeypatch.setattr(storage, "_SILENCE", 2)
-    assert ended(child(plan, 4, url, Stopped(PROFILE, WEIGHTS, call=4, kills=True))) == -signal.SIGKILL
+    assert ended(child(plan, 4, url, Stopped(PROFILE, WEIGHTS, pair=13, kills=True))) == -signal.SIGKILL
     time.sleep(3)
     assert plan(6, url).trials == 6
     [lost] = [trial for trial in _trials(url) if trial.state.name == "FAIL"]

@@ -43,7 +43,7 @@ def _path(tmp_path: Path) -> Path:
 def test_two_processes_share_a_journal_and_one_may_be_killed(path: Path) -> None:
     begun = child(plan, 16, f"journal:{path}", Weighted(PROFILE, WEIGHTS, seconds=0.6))
     wait_for(lambda: path.is_file() and done(stored(path)))
-    killed = child(join, f"journal:{path}", Stopped(PROFILE, WEIGHTS, call=1, kills=True))
+    killed = child(join, f"journal:{path}", Stopped(PROFILE, WEIGHTS, pair=1, kills=True))
     joined = child(join, f"journal:{path}", Weighted(PROFILE, WEIGHTS, seconds=0.1))
     assert ended(killed) == -signal.SIGKILL
     assert (ended(begun), ended(joined)) == (0, 0)
@@ -54,9 +54,9 @@ def test_two_processes_share_a_journal_and_one_may_be_killed(path: Path) -> None
 
 @pytest.mark.slow("processes")
 @pytest.mark.parametrize("kind", ["journal:", ""], ids=["journal", "sqlite"])
-@pytest.mark.parametrize("call", [1, 5])
-def test_a_killed_study_goes_on(kind: str, call: int, path: Path) -> None:
-    assert ended(child(plan, 8, f"{kind}{path}", Stopped(PROFILE, WEIGHTS, call=call, kills=True))) == -9
+@pytest.mark.parametrize("pair", [1, 17])
+def test_a_killed_study_goes_on(kind: str, pair: int, path: Path) -> None:
+    assert ended(child(plan, 8, f"{kind}{path}", Stopped(PROFILE, WEIGHTS, pair=pair, kills=True))) == -9
     storage = stored(path) if kind else f"sqlite:///{path}"
     before = [trial.number for trial in done(storage)]
     assert plan(8, f"{kind}{path}").trials == 8

@@ -58,7 +58,8 @@ TrialsOption = Annotated[
     ),
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", metavar="S", help="Seconds that the study may take.")
+    float | None,
+    typer.Option("--timeout", metavar="S", help="Seconds that the search may take, for all budgets."),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the study.")]
 SlowdownOption = Annotated[
