@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mesa_tune.profiles.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, tree
@@ -197,7 +197,15 @@ def _pareto(results: RunResults) -> pd.DataFrame:
         through=results.budget,
         max_noise_ratio=MAX_NOISE_RATIO if asked is None else asked,
         marked=_marked(results),
+        **_frontier(results.plan),
     )
+
+
+def _frontier(plan: Plan | None) -> dict[str, Any]:
+    """Return the plan's own frontier as arguments of `pareto`; nothing where it has none."""
+    if plan is None or not plan.frontier:
+        return {}
+    return {"objectives": [plan.frontier_objective], "known": plan.frontier}
 
 
 def _marked(results: RunResults) -> dict[str, Prediction]:

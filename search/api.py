@@ -13,9 +13,10 @@ from mesa_tune.errors import BudgetError, options
 from mesa_tune.profiles.profile import Profile
 from mesa_tune.search.again.traced import ROUNDS, SECONDS, SMALL, corrected
 from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
+from mesa_tune.search.frontier import front, point
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved
-from mesa_tune.search.plan import Baseline, Plan
+from mesa_tune.search.plan import Baseline, FrontierPoint, Plan
 from mesa_tune.search.problem import Chosen, Limits
 from mesa_tune.search.request import Request, check_length, check_request, exact_plan, plan_of
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from mesa_tune.search.study.trial import Meter
     from mesa_tune.search.study.worker import Outcome
     from mesa_tune.workload.workload import Workload
-
-TRIALS = 10
-TIMEOUT = 30.0
 
 
 def search_policy(
@@ -92,7 +90,7 @@ def search_policy(
             that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
-    work = Work(storage, trials, timeout, progress, sharing)
+    work = Work.limited(storage, trials, timeout, progress, sharing)
     check_length(trials, timeout)
     solved = solve(
         profile,
@@ -189,8 +187,7 @@ class SolvedSearch:
     def studied(self, work: Work, measure: Meter | None = None) -> Plan:
         """Return the plan of a study around the solution; this plan, where there is nothing to measure.
 
-        `measure`: measures in place of the workload that was traced. Without both limits, `work` has the
-        default ones.
+        `measure`: measures in place of the workload that was traced.
         """
         request, profile = self.request, self.request.profile
         can_measure = measure is not None or (self.tracer is not None and profile.own_noise is not None)
@@ -200,14 +197,23 @@ class SolvedSearch:
         space = step.program.space
         if not space.noise(solved.solution.chosen):
             return self.plan
-        if work.trials is None and work.timeout is None:
-            work = replace(work, trials=TRIALS, timeout=TIMEOUT)
         with nullcontext(measure) if measure else self._measuring() as meter:
             outcome = _improved(request, step, solved, meter, work)
         traced = self.step
         if self.tracer is not None and outcome.won:
             traced = self.tracer.trace(with_producers(profile, space, outcome.chosen))
         return plan_of(request, space, solved, outcome, work.trials, traced)
+
+    def with_frontier(self, plan: Plan, end: float) -> Plan:
+        """Return `plan` with those for other budgets, each traced once, as far as the time suffices."""
+        if self.tracer is None or self.best is None:
+            return plan
+        request, points = self.request, list[FrontierPoint]()
+        asked = plan.frontier_objective, request.max_noise_ratio
+        for budget, step, chosen in front(request.profile, self.possible, *asked, end=end):
+            traced = self.tracer.trace(with_producers(request.profile, step.program.space, chosen))
+            points.append(point(request.profile, request.batch_size, budget, step, chosen, traced))
+        return replace(plan, frontier=tuple(points))
 
     def _measuring(self) -> AbstractContextManager[Meter]:
         from mesa_tune.measure.timing.step_meter import measuring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 from mesa_tune.policy import Policy
 from mesa_tune.profiles.other_entries import REFERENCE
 from mesa_tune.profiles.profile import Prediction, Profile
+from mesa_tune.search.again.traced import traced_prediction
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits, noise_price
-from mesa_tune.search.problem import Limits
+from mesa_tune.search.plan import FrontierPoint
+from mesa_tune.search.problem import Chosen, Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.steps import Step, costs, steps
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from mesa_tune.measure.fake_steps import PolicyStep
 
 # Points of a curve need no tight proof.
 _GAP, _SECONDS = 1e-2, 1.0
@@ -35,19 +40,20 @@ def pareto(
     max_noise_ratio: float = MAX_NOISE_RATIO,
     objectives: Sequence[str] = ("time", "error"),
     marked: Mapping[str, Prediction] | None = None,
+    known: Sequence[FrontierPoint] = (),
 ) -> pd.DataFrame:
     """Return a table of predictions: of the best plans for budgets from the lowest peak to the plain one.
 
     Columns: `kind` (an objective; `plain`; `uniform`: the same bits everywhere; `again`: all blocks run
     again from inputs of 8 bits; or a label of `marked`), `label`, `budget`, `peak_bytes`, `saved_bytes`,
-    `step_ms`, `gradient_error`, `noise_ratio`. `through`: a budget that takes the place of the nearest one.
-    A budget without a plan within the ratio has no row; without a known ratio `time` has none. Solved to 1 %,
-    within seconds.
+    `step_ms`, `gradient_error`, `noise_ratio`, `traced` (see `FrontierPoint`). `through`: a budget that takes
+    the place of the nearest one. A budget without a plan within the ratio has no row; without a known ratio
+    `time` has none. Solved to 1 %, within seconds. `known`: the plans of the first objective, which are then
+    not solved again, and no others are.
     """
     import pandas as pd
 
     size = batch_size or profile.batch_size
-    possible = steps(profile, size, {}, NO_RESTRICTIONS)
     plain = profile.predict_assignment({}, batch_size=size)
     ms = None if profile.step_ms is None else profile.plain_ms(size)
     rows = [_row("plain", "plain", None, replace(plain, step_ms=ms))]
@@ -58,21 +64,44 @@ def pareto(
         again = dict.fromkeys(profile.timeline.modules, REFERENCE)
         predicted = profile.predict_assignment(again, batch_size=size)
         rows.append(_row("again", "blocks run again", None, predicted))
-    for objective in objectives:
-        rows += _curve(profile, possible, objective, max_noise_ratio, budgets, through)
+    points = (
+        {objectives[0]: known}
+        if known
+        else _solved_points(profile, size, objectives, max_noise_ratio, budgets, through)
+    )
+    for objective, own in points.items():
+        rows += [_point_row(objective, point, plain.peak_bytes) for point in own]
     rows += [_row(label, label, None, predicted) for label, predicted in (marked or {}).items()]
     numbers = dict.fromkeys(("step_ms", "gradient_error", "noise_ratio"), float)
     return pd.DataFrame(rows).astype(numbers)
 
 
-def _curve(
+def _solved_points(
+    profile: Profile, size: int, objectives: Sequence[str], ratio: float, budgets: int, through: int | None
+) -> dict[str, list[FrontierPoint]]:
+    possible = steps(profile, size, {}, NO_RESTRICTIONS)
+    return {
+        objective: [
+            point(profile, size, *found)
+            for found in front(profile, possible, objective, ratio, budgets, through)
+        ]
+        for objective in objectives
+    }
+
+
+def front(
     profile: Profile,
     possible: Sequence[Step],
     objective: str,
     ratio: float,
-    budgets: int,
-    through: int | None,
-) -> Iterator[dict[str, Any]]:
+    budgets: int = 6,
+    through: int | None = None,
+    end: float = math.inf,
+) -> Iterator[tuple[int, Step, Chosen]]:
+    """Yield budgets, from the lowest peak on, each with the step and the choices of its best plan.
+
+    No further one is solved after `end`, by `time.monotonic`.
+    """
     size = possible[0].program.space.batch_size
     limits = noise_limits(profile, Limits(), ratio if objective == "time" else math.inf)
     if isinstance(limits, str):
@@ -85,6 +114,8 @@ def _curve(
     plain = profile.timeline.at(size).peak_bytes({})
     best: list[tuple[tuple[float, float], Step, Solution]] = []
     for peak in sorted(_between(least, plain, budgets, through)):
+        if time.monotonic() > end:
+            return
         found = [
             (costs(step, objective, solution), step, solution)
             for cost, step, least_peak in reached
@@ -93,10 +124,19 @@ def _curve(
         ]
         # Where the time did not suffice, the plan of the smaller budget is the better one.
         best = [min(found + best, key=operator.itemgetter(0))]
-        _, step, solution = best[0]
-        assignment = step.program.space.assignment(solution.chosen)
-        predicted = profile.predict_assignment(assignment, batch_size=size)
-        yield _row(objective, f"{objective}, {peak / plain:.0%} of plain", peak, predicted)
+        yield peak, best[0][1], best[0][2].chosen
+
+
+def point(
+    profile: Profile, size: int, budget: int, step: Step, chosen: Chosen, traced: PolicyStep | None = None
+) -> FrontierPoint:
+    """Return the point of a plan for `budget`; `traced`: its step."""
+    predicted = profile.predict_assignment(step.program.space.assignment(chosen), batch_size=size)
+    if traced is not None:
+        predicted = traced_prediction(predicted, traced)
+    names = ("peak_bytes", "saved_bytes", "step_ms", "gradient_error", "gradient_noise_ratio")
+    values = {name: getattr(predicted, name) for name in names}
+    return FrontierPoint(budget, **values, traced=traced is not None)
 
 
 def _between(least: int, plain: int, count: int, through: int | None) -> list[int]:
@@ -123,7 +163,12 @@ def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solu
         return None
 
 
-def _row(kind: str, label: str, budget: int | None, predicted: Prediction) -> dict[str, Any]:
+def _point_row(objective: str, point: FrontierPoint, plain: int) -> dict[str, Any]:
+    label = f"{objective}, {point.budget_bytes / plain:.0%} of plain"
+    return {**_row(objective, label, point.budget_bytes, point), "traced": point.traced}
+
+
+def _row(kind: str, label: str, budget: int | None, predicted: Prediction | FrontierPoint) -> dict[str, Any]:
     return {
         "kind": kind,
         "label": label,
@@ -133,4 +178,5 @@ def _row(kind: str, label: str, budget: int | None, predicted: Prediction) -> di
         "step_ms": predicted.step_ms,
         "gradient_error": predicted.gradient_error,
         "noise_ratio": predicted.gradient_noise_ratio,
+        "traced": False,
     }

@@ -62,6 +62,22 @@ class TrialEntry:
 
 
 @dataclass(frozen=True)
+class FrontierPoint:
+    """The best plan for another budget, by the same objective: what a profile predicts of it.
+
+    `traced`: whether its bytes are those of its own step, traced; else they are inferred.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    saved_bytes: int
+    step_ms: float | None
+    gradient_error: float | None
+    gradient_noise_ratio: float | None
+    traced: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """The policy chosen for a budget.
 
@@ -71,6 +87,7 @@ class Plan:
     solution is above it by at most `gap` of itself. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
     study improved of the exact solution. `history`: the trials of the study, the exact solution first.
+    `frontier`: plans for other budgets, smallest first, where there was time to solve them.
     `request`: arguments of `search_policy` that `solved_again` solves with, as values for JSON.
     """
 
@@ -92,12 +109,18 @@ class Plan:
     why: str = ""
     max_noise_ratio: float | None = None
     history: tuple[TrialEntry, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
         """True if nothing is compressed: the plain step fits the budget."""
         return not self.policy.rules or self.predicted.gradient_error == 0.0
+
+    @property
+    def frontier_objective(self) -> str:
+        """What the plans of the `frontier` are best in."""
+        return "time" if self.objective == "memory" else self.objective
 
     @property
     def is_from_study(self) -> bool:
@@ -176,6 +199,7 @@ class Plan:
             "baseline": dict(vars(self.baseline)),
             "measured": dict(vars(self.measured)) if self.measured else None,
             "history": [dict(vars(trial)) for trial in self.history],
+            "frontier": [dict(vars(point)) for point in self.frontier],
         }
 
     @classmethod
@@ -188,6 +212,7 @@ class Plan:
             "baseline": typed(Baseline, values["baseline"]),
             "measured": None if measured is None else typed(Measurement, measured),
             "history": tuple(typed(TrialEntry, trial) for trial in values.get("history", ())),
+            "frontier": tuple(typed(FrontierPoint, point) for point in values.get("frontier", ())),
         }
         return typed(cls, {**{key: value for key, value in values.items() if key != "schema"}, **parts})
 
@@ -201,7 +226,7 @@ class Plan:
         return read_document(path, "plan", cls.from_dict, _REMEDY)
 
 
-_PARTS = ("policy", "predicted", "baseline", "measured", "history")
+_PARTS = ("policy", "predicted", "baseline", "measured", "history", "frontier")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3

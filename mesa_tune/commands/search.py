@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from mesa_tune.profiles.profile import Profile
     from mesa_tune.search import Plan
     from mesa_tune.search.api import SolvedSearch
-    from mesa_tune.search.study.study import Sharing
+    from mesa_tune.search.study.study import Sharing, Work
     from mesa_tune.workload.workload import Workload
 
 _PROFILE = "mesa-tune profile model.py"
@@ -299,8 +299,6 @@ class _Search:
             if self.arguments.timeout is not None:
                 seconds = max(0.0, command.end - time.monotonic()) / left
                 self.arguments = replace(self.arguments, timeout=seconds)
-            text = f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}"
-            command.output.line(text)
             self.plan = _studied(self.solved, command.workload, self.arguments, command)
         plan = self.plan.at(self.files.policy)
         _write(command.run, self.files, plan, self.origin)
@@ -335,15 +333,11 @@ def _profiled_from(profile: Profile) -> str:
     return digest({name: getattr(profile, name) for name in names})
 
 
-def _limits(arguments: _Arguments) -> str:
-    from mesa_tune.search.api import TIMEOUT, TRIALS
-
-    if arguments.trials is None and arguments.timeout is None:
-        return f"up to {TRIALS} in {TIMEOUT:.0f} s"
-    if arguments.timeout is None:
-        return f"{arguments.trials}"
-    seconds = f"{arguments.timeout:.3g} s"
-    return f"for {seconds}" if arguments.trials is None else f"up to {arguments.trials} in {seconds}"
+def _limits(work: Work) -> str:
+    if work.timeout is None:
+        return f"{work.trials}"
+    seconds = f"{work.timeout:.3g} s"
+    return f"for {seconds}" if work.trials is None else f"up to {work.trials} in {seconds}"
 
 
 def _studied(solved: SolvedSearch, workload: Workload, arguments: _Arguments, command: _Command) -> Plan:
@@ -353,8 +347,12 @@ def _studied(solved: SolvedSearch, workload: Workload, arguments: _Arguments, co
     again = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{again} {fits}`"):
-        work = Work(command.study(), arguments.trials, arguments.timeout, output.status, command.sharing)
-        plan = solved.traced(workload).studied(work)
+        limits = arguments.trials, arguments.timeout
+        work = Work.limited(command.study(), *limits, output.status, command.sharing)
+        output.line(f"solved from the profile; a study tries plans around it: {_limits(work)}")
+        traced = solved.traced(workload)
+        plan = traced.studied(work)
+        plan = traced.with_frontier(plan, work.end)
     output.status("")
     return plan
 

@@ -97,8 +97,14 @@ def _draw_points(axes: Axes, frame: pd.DataFrame, column: str, unit: int) -> Non
     for kind, (color, marker, title) in _CURVES.items():
         solved = frame[frame["kind"] == kind].sort_values("peak_bytes")
         if len(solved):
-            axes.plot(solved["peak_bytes"] / unit, solved[column], color=color, marker=marker, markersize=5,
-                      linewidth=1.6, label=title)  # fmt: skip
+            # Hollow: the bytes are inferred.
+            faces = [color if traced else SHEET for traced in solved["traced"]]
+            at = solved["peak_bytes"] / unit, solved[column]
+            inferred = "" if solved["traced"].all() else " (hollow: bytes inferred)"
+            axes.plot(*at, color=color, linewidth=1.6)
+            axes.scatter(
+                *at, s=25, marker=marker, color=faces, edgecolors=color, zorder=3, label=title + inferred
+            )
     for kind, (marker, title) in _SINGLE.items():
         single = frame[frame["kind"] == kind]
         if len(single):

@@ -81,6 +81,11 @@ class Task:
         return Task(**{**values, **parts})
 
 
+TRIALS = 10
+TIMEOUT = 30.0
+"""Limits of a study that has none, the latter in seconds."""
+
+
 @dataclass(frozen=True)
 class Work:
     """How a study is worked on: where it is stored, for how long from when it `began`, with whom."""
@@ -91,6 +96,13 @@ class Work:
     progress: Callable[[str], None] | None = None
     sharing: Sharing | None = None
     began: float = field(default_factory=time.monotonic)
+
+    @staticmethod
+    def limited(storage: str | Path | None, trials: int | None, timeout: float | None, *more: Any) -> Work:
+        """Return the work within these limits; within the default ones if there are none."""
+        if trials is None and timeout is None:
+            trials, timeout = TRIALS, TIMEOUT
+        return Work(storage, trials, timeout, *more)
 
     @property
     def end(self) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from mesa_tune.measure.fake_steps import PolicyTracer
 from mesa_tune.profiles.timeline.memory_model import Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.again import traced
-from tests.builders import language_workload, next_word, workload
+from mesa_tune.search.api import solve
+from mesa_tune.search.frontier import pareto
+from tests.builders import known, language_workload, next_word, workload
+from tests.synthetic import is_sorted
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
 
@@ -52,6 +57,34 @@ def test_the_promise_is_the_traced_step(profile: mt.Profile) -> None:
     assert predicted.peak_bytes <= (plan.budget_bytes or 0)
     assert predicted.peak is not None
     assert sum(predicted.peak.bytes.values()) == predicted.peak_bytes
+
+
+def test_other_budgets_are_solved_and_traced_as_long_as_there_is_time(
+    profile: mt.Profile, tmp_path: Path
+) -> None:
+    work = of_a_file(language_workload())
+    asked: dict[str, Any] = dict.fromkeys(
+        ("batch_size", "max_saved", "max_slowdown", "pins", "forbid", "only")
+    )
+    asked |= {"max_batch": False, "max_noise_ratio": 0.5, "objective": "time", "seed": 0}
+    solved = solve(profile, "85%", **asked).traced(work)
+    plan = solved.with_frontier(solved.plan, math.inf)
+    assert len(plan.frontier) >= 3
+    assert all(point.traced for point in plan.frontier)
+    assert is_sorted([point.budget_bytes for point in plan.frontier])
+    assert is_sorted([-known(point.step_ms) for point in plan.frontier])
+    lowest, tightest = plan.frontier[0], plan.frontier[1]
+    same = search_policy(profile, tightest.budget_bytes, max_noise_ratio=0.5, objective="time", trials=0)
+    assert tightest.step_ms == pytest.approx(known(same.predicted.step_ms), rel=0.02)
+    assert lowest.peak_bytes < plan.baseline.peak_bytes
+    plan.save(tmp_path / "plan.json")
+    assert mt.Plan.load(tmp_path / "plan.json").frontier == plan.frontier
+    drawn = pareto(profile, objectives=["time"], known=plan.frontier)
+    rows = drawn[drawn["kind"] == "time"]
+    assert rows["traced"].all()
+    assert rows["peak_bytes"].tolist() == [point.peak_bytes for point in plan.frontier]
+    assert not drawn[drawn["kind"] != "time"]["traced"].any()
+    assert solved.with_frontier(solved.plan, 0.0).frontier == ()
 
 
 def test_a_plan_that_does_not_fit_is_solved_again(profile: mt.Profile) -> None:
