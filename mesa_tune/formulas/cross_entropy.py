@@ -36,11 +36,12 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
     reduction, ignore = static
     options: Any = {"ignore_index": ignore, "reduction": reduction}
     axis = class_axis(logits.dim())
-    logs = torch.log_softmax(logits, axis)
     if logits.dtype == torch.float32:  # PyTorch takes the same two steps
+        logs = torch.log_softmax(logits, axis)
         y = F.nll_loss(logs, target, weight, **options)
-    else:  # those of other dtypes differ under autocast
+    else:  # in the dtype of the result, under autocast not that of the logits: p - 1 may be too small for 16 bits
         y = F.cross_entropy(logits, target, weight, **options)
+        logs = torch.log_softmax(logits, axis, dtype=y.dtype)
     index = torch.where(target != ignore, target, 0).unsqueeze(axis)
     surplus = logs.gather(axis, index).to(wide_dtype(logs.dtype)).expm1().squeeze(axis)
     return Result(y, (_others(logs, axis, index, logits.dtype),), (target, weight, surplus))
