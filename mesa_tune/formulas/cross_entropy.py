@@ -39,7 +39,7 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
     if logits.dtype == torch.float32:  # PyTorch takes the same two steps
         logs = torch.log_softmax(logits, axis)
         y = F.nll_loss(logs, target, weight, **options)
-    else:  # in the dtype of the result, under autocast not that of the logits: p - 1 may be too small for 16 bits
+    else:  # in the dtype of the result, under autocast that of no logits: p - 1 may be too small for 16 bits
         y = F.cross_entropy(logits, target, weight, **options)
         logs = torch.log_softmax(logits, axis, dtype=y.dtype)
     index = torch.where(target != ignore, target, 0).unsqueeze(axis)
