@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mesa_tune.commands.common import (
     Origin,
@@ -17,13 +17,12 @@ from mesa_tune.commands.common import (
     format_bytes,
     format_table,
     noted,
-    wrapped,
 )
 from mesa_tune.commands.guide.advice import advice
-from mesa_tune.errors import MesaTuneError, WorkloadError
+from mesa_tune.commands.searching.fits import fits_table, fitting, shown_policies
+from mesa_tune.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from mesa_tune.policy import Policy
     from mesa_tune.profiles.profile import Profile
     from mesa_tune.workload.workload import Workload
 
@@ -105,99 +104,13 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), origin)
     try:
-        fits = [] if request.fits is None else _fits(workload, profiled, device, request.fits, output)
+        wanted = request.fits is not None
+        fits = fitting(workload, profiled, device, request.fits or "", output) if wanted else []
     finally:
         output.status("")
-    for line in _lines(profiled, request, folder, _fits_table(fits, device, request.fits)):
+    for line in _lines(profiled, request, folder, fits_table(fits, device, request.fits)):
         output.line(line)
     output.document("profile", profiled.to_dict())
-
-
-class _Fit(NamedTuple):
-    """Whether the step under the policy called `name` fits into a limit, and up to which sizes.
-
-    `largest_length`: at the batch size; None for samples without length.
-    """
-
-    name: str
-    needed_bytes: int
-    fits: bool
-    largest_batch: int
-    largest_length: int | None = None
-
-
-def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[_Fit]:
-    """Return what fits into `limit` on the device, policy by policy."""
-    from torch.utils.checkpoint import CheckpointError
-
-    from mesa_tune.estimation import blocks_of, estimate
-    from mesa_tune.measure.rerun_modules.blocks import rerunning, whole
-    from mesa_tune.notice import unnoticed
-    from mesa_tune.profiles.tiled_step import SLICES, tiling
-
-    policies = _policies()
-    losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
-    policies[SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
-    plain = estimate(workload, device=device)
-    if blocks := blocks_of(plain):
-        policies[AGAIN] = rerunning(policies[SLICED], whole(blocks))
-    found: dict[str, _Fit] = {}
-    for name, policy in policies.items():
-        output.status(f"{name}: which batch sizes fit into {limit}")
-        try:
-            with unnoticed():  # a loss that cannot have slices has no row
-                fit = estimate(workload, policy, device=device) if policy.rules else plain
-        except (MesaTuneError, CheckpointError):  # such as a block that changes its input in place
-            if name not in _SETTINGS:
-                raise
-            continue
-        length = None if workload.length is None else fit.largest_length(limit)
-        row = _Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit), length)
-        if name not in _SETTINGS or row[1:] not in [known[1:] for known in found.values()]:
-            found[name] = row
-    return list(found.values())
-
-
-def _fits_table(fits: Sequence[_Fit], device: str, limit: str | None) -> list[str]:
-    rows = [
-        [
-            fit.name,
-            format_bytes(fit.needed_bytes),
-            "yes" if fit.fits else "no",
-            str(fit.largest_batch),
-            *([] if fit.largest_length is None else [str(fit.largest_length)]),
-        ]
-        for fit in fits
-    ]
-    if not rows:
-        return []
-    header = [f"on {device}", "needs", f"fits {limit}", "largest batch", "longest"][: len(rows[0])]
-    return ["", *format_table(header, rows), *_explained([fit.name for fit in fits], device, limit or "")]
-
-
-SLICED, AGAIN = "at 4 bits, loss in slices", "…, blocks that run again"
-_SETTINGS = {SLICED: "`tile: 8` in `on loss:`", AGAIN: "`store: recompute` in `on module:`"}
-
-
-def _explained(names: Sequence[str], device: str, limit: str) -> list[str]:
-    """Return what the rows mean and how they are had, in lines of at most 80 characters."""
-    from mesa_tune.free_memory import room_text
-
-    had = [f"{name.split(', ')[-1]}: {how}" for name, how in _SETTINGS.items() if name in names]
-    texts = [f"needs: with {room_text(device)}", "; ".join(had)]
-    if device.startswith("cuda") and limit.lower().endswith("gb"):
-        texts.append("cards are sold by GiB, which are 7 % more: a card of 24 GB has 24GiB")
-    return [line for text in texts if text for line in wrapped(text, 2)]
-
-
-def _policies() -> dict[str, Policy]:
-    """Return the policies whose bytes are shown, by name."""
-    from mesa_tune.policy import Policy
-
-    return {
-        "plain": Policy(()),
-        **{f"at {bits} bits": Policy.uniform(level=2**bits) for bits in (8, 4)},
-    }
 
 
 def replacing_bytes(folder: Run, inputs: str) -> Origin:
@@ -249,7 +162,7 @@ def _next(request: Request, folder: Run) -> str:
 def _under_policies(profiled: Profile) -> list[str]:
     """Return the bytes under 8 and 4 bits everywhere."""
     lines = []
-    for name, policy in list(_policies().items())[1:]:
+    for name, policy in list(shown_policies().items())[1:]:
         predicted = profiled.predict(policy)
         saved, peak = format_bytes(predicted.saved_bytes), format_bytes(predicted.peak_bytes)
         lines.append(f"{name:<17}{peak:>8}   (saved activations: {saved})")

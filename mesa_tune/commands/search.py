@@ -25,6 +25,7 @@ from mesa_tune.commands.common import (
     load_workload,
 )
 from mesa_tune.commands.memory import advising
+from mesa_tune.commands.searching.fits import length_limit, require_length, show_lengths
 from mesa_tune.commands.searching.join import join_study
 from mesa_tune.commands.searching.options import (
     MAX_NOISE_RATIO,
@@ -34,6 +35,7 @@ from mesa_tune.commands.searching.options import (
     ForceOption,
     JoinOption,
     MaxBatchOption,
+    MaxLengthOption,
     NoiseOption,
     ObjectiveOption,
     OnlyOption,
@@ -154,6 +156,7 @@ def search(
     budget: BudgetOption = None,
     smallest: SmallestOption = False,
     max_batch: MaxBatchOption = False,
+    max_length: MaxLengthOption = False,
     objective: ObjectiveOption = "auto",
     max_noise_ratio: NoiseOption = MAX_NOISE_RATIO,
     max_slowdown: SlowdownOption = None,
@@ -186,17 +189,13 @@ def search(
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
     storage = storage_of(run, storage, workers)
     if join is not None:
-        fixed: dict[str, object] = {
-            "budget": budget,
-            "smallest": smallest,
-            "max-batch": max_batch,
-            "max-slowdown": max_slowdown,
-        }
-        fixed |= {"max-saved": max_saved, "pin": pin, "forbid": forbid, "only": only, "seed": seed}
-        fixed |= {"batch-size": batch_size, "force": force}
+        fixed: dict[str, object] = {"budget": budget, "smallest": smallest, "max-batch": max_batch}
+        fixed |= {"max-length": max_length, "max-slowdown": max_slowdown, "max-saved": max_saved, "pin": pin}
+        fixed |= {"forbid": forbid, "only": only, "seed": seed, "batch-size": batch_size, "force": force}
         join_study(join, run, storage, profile_path, workers, (trials, timeout), fixed, output)
         return
-    smallest = smallest or objective == "memory"
+    limit, budget = length_limit(max_length, budget, trials)
+    smallest = smallest or objective == "memory" or max_length
     # A budget that is not an amount is the first error; `auto` needs to know the device.
     split_budgets(None if budget is None else budget.replace("auto", "1GB"), "cpu", smallest)
     profile = _profile(run, profile_path)
@@ -225,6 +224,7 @@ def search(
     for each in searches:
         each.solve(run, profile)
     workload = None if trials == 0 else load_workload(run, profile, _WITHOUT_MODEL)
+    require_length(limit, workload)
     for each in searches:
         each.check(run)
     if profile_path is not None:
@@ -235,7 +235,9 @@ def search(
     job = Job(storage or "", run.folder, run.profile, trials, timeout, threads_each(workers))
     study = cache(partial(_study, run, profile, storage))
     command = _Command(run, profile, workload, study, _sharing(job, workers, output), output, end)
-    _report(_finished(searches, command), command)
+    plans = _finished(searches, command)
+    show_lengths(workload, profile, plans[0], limit, output)
+    _report(plans, command)
 
 
 class _Command(NamedTuple):

@@ -22,7 +22,7 @@ from mesa_tune.commands import bytes_only, demo, diff, doctor, verify
 from mesa_tune.commands import profile as profile_command
 from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
-from mesa_tune.commands.searching import plan_text
+from mesa_tune.commands.searching import fits, plan_text
 from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.measure.timing.duration import remaining_text
 from mesa_tune.profiles.entries import NO_FORMULA, ExactEntry, LayerEntry
@@ -113,14 +113,14 @@ def observed() -> Profile:
 
 def only_bytes(limit: str | None = None) -> list[str]:
     request = bytes_only.Request("model.py", None, None, None, None, limit)
-    fits = [
-        bytes_only._Fit("plain", 5_250_000_000, False, 5),
-        bytes_only._Fit("at 8 bits", 3_410_000_000, True, 9),
-        bytes_only._Fit("at 4 bits", 3_100_000_000, True, 10),
-        bytes_only._Fit(bytes_only.SLICED, 2_110_000_000, True, 18),
-        bytes_only._Fit(bytes_only.AGAIN, 1_800_000_000, True, 26),
+    rows = [
+        fits.Fit("plain", 5_250_000_000, False, 5),
+        fits.Fit("at 8 bits", 3_410_000_000, True, 9),
+        fits.Fit("at 4 bits", 3_100_000_000, True, 10),
+        fits.Fit(fits.SLICED, 2_110_000_000, True, 18),
+        fits.Fit(fits.AGAIN, 1_800_000_000, True, 26),
     ]
-    table = bytes_only._fits_table(fits if limit else [], "cuda", limit)
+    table = fits.fits_table(rows if limit else [], "cuda", limit)
     profile = replace(synthetic_profile(6, known=False), notes=profiled().notes)
     return bytes_only._lines(profile, request, RUN, table)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mesa_tune import cli, profile
+from mesa_tune import cli, estimate, profile
 from mesa_tune.commands.searching.options import MAX_NOISE_RATIO
 from mesa_tune.free_memory import free_memory, room_text
 from mesa_tune.policy import Policy
@@ -61,6 +61,56 @@ def _folder(profiled: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     moved = replace(Profile.load(profiled / "profile.json"), model=str(tmp_path / "model.py"))
     moved.save("mesa-run/profile.json")
     return tmp_path
+
+
+SEQUENCES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+def model():
+    return Model()
+
+def batch(size, length):
+    return torch.randn(size, length, 64), torch.randint(8, (size, length))
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+BATCH_SIZE = 8
+LENGTH = 64
+"""
+
+
+@pytest.mark.slow("training")
+def test_how_long_samples_may_be_under_the_smallest_plan(folder: Path, capsys: Capture) -> None:
+    (folder / "model.py").write_text(SEQUENCES, "utf-8")
+    workload = Workload.load(folder / "model.py", device="cpu")
+    profile(workload, options=OPTIONS, seeds=2).save("mesa-run/profile.json")
+    arguments = ("--max-noise-ratio", "inf", "--max-slowdown", "99", "--trials", "1")
+    assert search("--max-length", "--budget", "60MB", *arguments) == 0
+    table = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    longest = {
+        cells[0]: int(cells[-1]) for cells in table if len(cells) > 3 and cells[-1].strip().isdecimal()
+    }
+    assert longest["this plan"] > longest["plain"] > 64
+    policy = Plan.load("mesa-run/plan.json").policy
+    longer = Workload.load(folder / "model.py", device="cpu", length=longest["this plan"])
+    assert estimate(longer, policy).fits("60MB")
+
+
+def test_the_longest_samples_need_memory_a_model_and_a_length(capsys: Capture) -> None:
+    assert_refused(["--max-length"], capsys, ["max-length", "--budget 24GB"])
+    assert_refused(["--max-length", "--budget", "1GB", "--trials", "0"], capsys, ["without --trials 0"])
+    assert_refused(["--max-length", "--budget", "1GB"], capsys, ["samples have no length", "LENGTH = 2048"])
 
 
 def files() -> set[str]:

@@ -36,6 +36,12 @@ NoiseOption = Annotated[
 MaxBatchOption = Annotated[
     bool, typer.Option("--max-batch", help="Plan for the largest batch size that fits the budget.")
 ]
+MaxLengthOption = Annotated[
+    bool,
+    typer.Option(
+        "--max-length", help="The smallest plan, and how long samples may be within the budget (LENGTH)."
+    ),
+]
 PinOption = Annotated[
     list[str] | None,
     typer.Option("--pin", metavar="GLOB: SETTINGS", help="Settings of layers: 'blocks.0.*: level 16'."),
