@@ -1,4 +1,4 @@
-"""Models of transformers that skip layers at random or route tokens, as they train by default."""
+"""Models of transformers that skip layers, route tokens or record outputs, as they train by default."""
 
 from __future__ import annotations
 
@@ -67,6 +67,20 @@ def mixtral() -> nn.Module:
     return model.train()
 
 
+def segformer() -> nn.Module:
+    """Its head takes the hidden states that hooks record, which the first forward registers."""
+    sizes: dict[str, Any] = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [32, 64]}
+    sizes |= {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+    sizes |= {"num_encoder_blocks": 2, "decoder_hidden_size": 32, "num_labels": 4}
+    config = transformers.SegformerConfig(**sizes)
+    model: nn.Module = transformers.SegformerForSemanticSegmentation(config)
+    return model.train()
+
+
+def scenes(n: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(n, 3, 32, 32), "labels": torch.randint(0, 4, (n, 32, 32))}
+
+
 def speech(n: int) -> dict[str, Tensor]:
     return {"input_values": torch.randn(n, 800), "labels": torch.randint(1, 32, (n, 6))}
 
@@ -85,6 +99,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int]] = {
     "HuBERT": (hubert, speech, 8),
     "M2M100": (m2m100, words, 16),
     "Mixtral": (mixtral, words, 16),
+    "SegFormer": (segformer, scenes, 8),
 }
 
 

@@ -373,3 +373,21 @@ def test_a_trial_leaves_no_trace() -> None:
     assert block.calls == [1]
     assert block.count == 0
     assert random.getstate() == before
+
+
+def test_a_hook_that_a_trial_registers_goes_with_the_attribute_that_says_so() -> None:
+    seen: list[int] = []
+
+    def hooked(m: Any, x: Tensor) -> Any:
+        if not m.registered:
+            m.registered = True
+            m.up.register_forward_hook(lambda *_: seen.append(1))
+        return x
+
+    block: Any = Block(hooked, registered=False)
+    with undone(Watch(block)):
+        block(torch.randn(2, WIDTH))
+    assert not block.registered
+    assert not block.up._forward_hooks
+    block(torch.randn(2, WIDTH))
+    assert len(seen) == 2

@@ -152,11 +152,15 @@ class Watch:
         return snapshot
 
     def whole(self) -> Snapshot:
-        """Return a snapshot with all that may change. Only the first one searches the code for it."""
+        """Return a snapshot with all that may change. Only the first one searches the code for it.
+
+        Hooks that a forward registers, once and for all, go with the attribute that says so.
+        """
         if not self.runs:
             self.runs = 1
             self._find()
-        snapshot = Snapshot((*self.places(), *global_generators()))
+        registered = (place for one in self.module.modules() for place in hooks(one))
+        snapshot = Snapshot((*self.places(), *registered, *global_generators()))
         snapshot.clone(self._may_be_written)
         return snapshot
 
