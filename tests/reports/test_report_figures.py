@@ -166,6 +166,16 @@ def test_pareto_front_draws_times_only_if_they_are_known() -> None:
     assert axes.get_ylabel() == "gradient error"
 
 
+@pytest.mark.parametrize(
+    ("traced", "said"), [(True, "least time"), (False, "least time (hollow: bytes inferred)")]
+)
+def test_pareto_front_says_which_bytes_are_inferred(traced: bool, said: str) -> None:
+    figure = drawn(figures.pareto_front(pareto(Prediction(0, 100, 1e-4, 12.0)).assign(traced=traced)))
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert said in [text.get_text() for text in legend.get_texts()]
+
+
 def pareto(chosen: Prediction) -> pd.DataFrame:
     points = {
         ("plain", "plain"): Prediction(0, 300, None, 10.0),
@@ -178,9 +188,8 @@ def pareto(chosen: Prediction) -> pd.DataFrame:
     }
     columns = ["peak_bytes", "step_ms", "gradient_error"]
     rows = [[*key, *(getattr(point, name) for name in columns)] for key, point in points.items()]
-    return pd.DataFrame(rows, columns=["kind", "label", *columns]).astype(
-        {"step_ms": float, "gradient_error": float}
-    )
+    frame = pd.DataFrame(rows, columns=["kind", "label", *columns]).assign(traced=False)
+    return frame.astype({"step_ms": float, "gradient_error": float})
 
 
 def test_predicted_beside_measured_says_how_far_off() -> None:
