@@ -18,7 +18,7 @@ HEAD = """\
 
 * **40 %**: the plan for 40 % of the plain peak, or for the least multiple of 5 % within reach. **smallest**:
   as of `mesa-tune search --smallest`. Both are within a noise ratio of 0.005; smallest of lora within 0.03,
-  the default before. **uniform 2 bits**: a control that learns worse; of resnet it does not, so that this task
+  the default before. **uniform 2 bits**: a control that learns worse; of resnet it does not, so this task
   tells nothing apart. No plan was solved again in training, but **40 %, read again**:
   `mt.Monitor(remedy="plan")` read its ratio after 50, 100, 200, 400, ... steps.
 * Since lora was trained, a search counts no layer's ratio as less than the mean of layers stored alike.

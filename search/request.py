@@ -111,7 +111,7 @@ def _require_positive(name: str, value: float | None, *, whole: bool = False, fi
     if value is None or (math.isinf(value) and value > 0 and not finite):
         return
     if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
-        kind = "an integer of at least 1" if whole else "above zero"
+        kind = "an integer of at least 1" if whole else "finite" if value == math.inf else "above zero"
         raise BudgetError(
             f"{name} {value!r}: must be {kind}\ngive such a number, or leave it out for the default"
         )
