@@ -116,10 +116,10 @@ def length_limit(max_length: bool, budget: str | None, trials: int | None) -> tu
 
     Of `--max-length` the plan is the smallest, without a budget. Raise BudgetError for what it lacks.
     """
-    from mesa_tune.estimation import parse_limit
-
     if not max_length:
         return None, budget
+    from mesa_tune.estimation import parse_limit
+
     if budget is None or trials == 0:
         raise BudgetError(
             "max-length: needs the memory, and the model\n"
