@@ -104,8 +104,7 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), origin)
     try:
-        wanted = request.fits is not None
-        fits = fitting(workload, profiled, device, request.fits or "", output) if wanted else []
+        fits = [] if request.fits is None else fitting(workload, profiled, device, request.fits, output)
     finally:
         output.status("")
     for line in _lines(profiled, request, folder, fits_table(fits, device, request.fits)):

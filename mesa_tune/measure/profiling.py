@@ -123,7 +123,7 @@ class _Profiling:
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
     draw: int = field(init=False)
-    others: dict[OtherStep, Rows] = field(default_factory=dict)
+    others: dict[OtherStep, Rows] = field(init=False)
     calibration: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Profile:
@@ -273,7 +273,8 @@ class _Profiling:
             OwnNoise(()),
         )
         profile = traced.profile(step_ms, notes=(*self._notes(), *looked.notes), resume=self._request())
-        return with_other_steps(profile, tracer, looked, self.others)
+        profile, self.others = with_other_steps(profile, tracer, looked)
+        return profile
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes on a batch size that was halved, and on an optimizer that rounding disturbs."""
@@ -353,9 +354,8 @@ class _Profiling:
         return self.measured.get(name, LayerPrices())
 
     def _assembled(self, traced: Profile, *, partial: bool) -> Profile:
-        measured = [self._prices(layer.name) for layer in traced.layers]
-        pairs = zip(traced.layers, measured, strict=True)
-        layers = [replace(layer, options=one.options, shares=one.shares) for layer, one in pairs]
+        priced = ((layer, self._prices(layer.name)) for layer in traced.layers)
+        layers = [replace(layer, options=one.options, shares=one.shares) for layer, one in priced]
         return replace(
             traced,
             layers=tuple(layers),

@@ -300,12 +300,11 @@ class TracedWorkload:
 
 
 def with_other_steps(
-    profile: Profile, tracer: StepTracer, looked: Looked, rows_of: dict[OtherStep, Rows]
-) -> Profile:
-    """Return the profile with the layers that only other steps run; put the rows of these into `rows_of`."""
+    profile: Profile, tracer: StepTracer, looked: Looked
+) -> tuple[Profile, dict[OtherStep, Rows]]:
+    """Return the profile with the layers that only other steps run, and the rows of each of these steps."""
     layers = [replace(layer, share=looked.shares.get(layer.module, 1.0)) for layer in profile.layers]
-    ties = list(profile.ties)
-    rows_of.clear()
+    ties, rows_of = list(profile.ties), dict[OtherStep, Rows]()
     for state, draw, share in looked.others:
         rows = tracer.rows_of(state, draw)
         skipped = list(skipped_layers(layers, rows, share))
@@ -314,7 +313,8 @@ def with_other_steps(
         rows_of[OtherStep(state, draw, share, names)] = rows
         layers += skipped
     notes = (*profile.notes, *(step.note for step in rows_of))
-    return replace(profile, layers=tuple(layers), ties=tuple(ties), others=tuple(rows_of), notes=notes)
+    full = replace(profile, layers=tuple(layers), ties=tuple(ties), others=tuple(rows_of), notes=notes)
+    return full, rows_of
 
 
 def rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:

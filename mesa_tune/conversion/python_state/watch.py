@@ -159,8 +159,8 @@ class Watch:
         if not self.runs:
             self.runs = 1
             self._find()
-        registered = (place for one in self.module.modules() for place in hooks(one))
-        snapshot = Snapshot((*self.places(), *registered, *global_generators()))
+        every = (place for one in self.module.modules() for place in hooks(one))
+        snapshot = Snapshot((*self.found, *self.buffers, *self.generators, *every, *global_generators()))
         snapshot.clone(self._may_be_written)
         return snapshot
 
